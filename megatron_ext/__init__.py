@@ -1,0 +1,1 @@
+"""What this project adds to megatron-core: replicas, Muon, the outer loop, checkpoints."""

@@ -1,0 +1,1 @@
+"""Atomic, self-verifying checkpoints of a whole run."""

@@ -1,0 +1,68 @@
+"""The shape of the model."""
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from megatron_ext.config import Section
+from megatron_ext.errors import ConfigError
+
+
+class ModelConfig(Section):
+    """A decoder with RMSNorm, QK norm, rotary positions and SwiGLU; no biases."""
+
+    layers: PositiveInt
+    """Number of transformer layers."""
+    hidden: PositiveInt
+    """Width of the residual stream."""
+    heads: PositiveInt
+    """Attention heads; hidden / heads is the width of one."""
+    kv_heads: PositiveInt | None = Field(None, json_schema_extra={"derived": "= model.heads"})
+    """Key and value heads; fewer than heads is grouped-query attention."""
+    ffn: PositiveInt
+    """Width of the gated feed-forward layer."""
+    vocab_size: PositiveInt
+    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    sequence_length: PositiveInt
+    """Tokens in one training sequence."""
+    sandwich_norm: bool = True
+    """Normalise also what attention and feed-forward add to the residual stream."""
+    tie_head: bool = False
+    """Use the embedding as output head."""
+    norm_epsilon: PositiveFloat = 1e-6
+    """Epsilon of every RMSNorm."""
+    rope_base: PositiveInt = 500_000
+    """Base of the rotary frequencies."""
+    implementation: Literal["plain", "transformer_engine"] = "plain"
+    """Layers in plain PyTorch, or NVIDIA's Transformer Engine (needs a GPU)."""
+    document_masking: bool = False
+    """Keep attention inside each document of a packed sequence."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden // self.heads
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_kv_heads(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("kv_heads") is None:
+            return {**values, "kv_heads": values.get("heads")}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> "ModelConfig":
+        if self.hidden % self.heads:
+            raise ConfigError(
+                f"model.hidden={self.hidden} must be a multiple of model.heads={self.heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"model.hidden={self.hidden} / model.heads={self.heads} gives heads of width "
+                f"{self.head_dim}; rotary positions need an even width"
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"model.heads={self.heads} must be a multiple of model.kv_heads={self.kv_heads}"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""Muon with each matrix orthogonalised whole, once, on any layout."""
