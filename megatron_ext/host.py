@@ -1,0 +1,103 @@
+"""Lets megatron-core 0.19.2 run on a machine without CUDA: gloo and tensors in main memory.
+
+Megatron-core asks for "the CUDA device" in many places even when nothing is computed there. One
+explicit call, `prepare()`, answers these questions with the CPU. It changes torch for the whole
+process, does nothing where CUDA is there, and may be called again.
+
+Covered: tensor, sequence and pipeline parallelism, DDP with the distributed optimizer's buffers,
+recomputation, dist_checkpointing (synchronous, plain load) and GPTDataset. Megatron's own
+optimizers, timers and rerun machine are not: this project does not use them.
+"""
+
+import functools
+import warnings
+
+import torch
+from torch.utils._device import _device_constructors
+
+_CPU = torch.device("cpu")
+
+# Factories that core calls with a literal device "cuda": `zeros` counts tokens in all pipeline
+# schedules, `tensor` votes on the reuse of metadata in dist_checkpointing.
+_FACTORIES = ("zeros", "tensor")
+
+
+def prepare() -> None:
+    """Make megatron-core run on the CPU. No-op with CUDA, and when called again.
+
+    Call it after `import torch` and before the first process group or model is built.
+    """
+    if torch.cuda.is_available() or torch.cuda.current_device is _current_device:
+        return
+    _patch_torch()
+    _patch_random_state()
+
+
+def _patch_torch() -> None:
+    # `with torch.device(...)` recognises factories by a set that it builds once, at first use; it
+    # has to hold the real ones.
+    _device_constructors()
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # Every buffer of the parallel layers, of DDP and of point-to-point receives, and the rotary
+    # frequencies at the first forward pass, are put on the current device.
+    torch.cuda.current_device = _current_device
+    # The schedules, dist_checkpointing and group creation wait for kernels that do not exist.
+    torch.cuda.synchronize = _nothing
+    # DDP takes the current stream in every gradient reduction, but only waits on it for events of
+    # CUDA graphs, which do not exist.
+    torch.cuda.current_stream = _nothing
+    # Tied embeddings move their weight to the device when pp > 1.
+    torch.Tensor.cuda = _same_tensor
+
+
+def _patch_random_state() -> None:
+    """Let core's tracker of random states follow the CPU generator.
+
+    The tracker forks in sequence-parallel embeddings and in recomputation; without CUDA its first
+    question for a state raises.
+    """
+    with warnings.catch_warnings():
+        # Core warns once per module that Transformer Engine and Apex are not installed.
+        warnings.simplefilter("ignore", UserWarning)
+        import megatron.core.tensor_parallel.random as core_random
+
+    torch.cuda.manual_seed = _manual_seed
+    torch.cuda.get_rng_state = _get_rng_state
+    torch.cuda.random.get_rng_state = _get_rng_state
+    core_random._set_cuda_rng_state = _set_rng_state
+
+
+def _on_cpu(factory):
+    @functools.wraps(factory)
+    def create(*args, **kwargs):
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _current_device() -> torch.device:
+    return _CPU
+
+
+def _nothing(*args, **kwargs) -> None:
+    return None
+
+
+def _same_tensor(tensor: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    return tensor
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+def _get_rng_state(device=None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
