@@ -1,0 +1,1 @@
+"""Starting training: on this machine, and on clusters."""

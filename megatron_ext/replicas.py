@@ -1,0 +1,313 @@
+"""From launcher ranks to replicas, each a world of its own, and the links between them.
+
+The launcher starts K·TP·PP·CP·DP processes. Process p belongs to replica p // inner_world_size and
+is rank p % inner_world_size in it. The default process group spans the replica only, so
+megatron-core sees a world that is exactly one replica. What crosses replicas is one process group
+for each inner rank (`Replicas.link`) and small notes in the rendezvous store.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from pydantic import PositiveInt, model_validator
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
+
+from megatron_ext.config import Section
+from megatron_ext.errors import ConfigError, PeerError
+from megatron_ext.presence import Presence
+
+
+class ParallelConfig(Section):
+    """How many processes, and how they share the work."""
+
+    replicas: PositiveInt = 1
+    """Replicas (K), each with weights of its own between outer steps."""
+    tp: PositiveInt = 1
+    """Tensor parallelism: ranks that share each matrix."""
+    pp: PositiveInt = 1
+    """Pipeline parallelism: stages of consecutive layers."""
+    cp: PositiveInt = 1
+    """Context parallelism: ranks that share each sequence."""
+    dp: PositiveInt = 1
+    """Data parallelism inside a replica: ranks that share each batch."""
+    sequence_parallel: bool = False
+    """Cut activations between the tensor-parallel layers along the sequence."""
+    interleave: PositiveInt = 1
+    """Model chunks per pipeline stage; more than 1 is the interleaved schedule."""
+
+    @property
+    def inner_world_size(self) -> int:
+        """Processes of one replica."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def world_size(self) -> int:
+        """Processes of all replicas together."""
+        return self.replicas * self.inner_world_size
+
+    @model_validator(mode="after")
+    def _check(self) -> "ParallelConfig":
+        if self.sequence_parallel and self.tp == 1:
+            raise ConfigError(
+                "parallel.sequence_parallel=true needs parallel.tp of at least 2; "
+                "with parallel.tp=1 there is nothing to cut"
+            )
+        if self.interleave > 1 and self.pp == 1:
+            raise ConfigError(
+                f"parallel.interleave={self.interleave} needs parallel.pp of at least 2"
+            )
+        return self
+
+
+class Replicas:
+    """One process's place among all processes of all replicas. Made by `join`."""
+
+    def __init__(
+        self,
+        parallel: ParallelConfig,
+        launcher_rank: int,
+        store: Store,
+        timeout_seconds: float,
+    ):
+        self.parallel = parallel
+        self.launcher_rank = launcher_rank
+        self.store = store
+        """Shared by all processes; another thread needs a `store.clone()`."""
+        self.timeout_seconds = timeout_seconds
+        self.link: ProcessGroup | None = None
+        """The same rank of all replicas, in their order; None with one replica."""
+        self._presence = Presence(
+            PrefixStore("presence", store), launcher_rank, parallel.world_size
+        )
+        self._barriers = 0
+
+    @property
+    def index(self) -> int:
+        """This process's replica, 0 … count - 1."""
+        return self.launcher_rank // self.parallel.inner_world_size
+
+    @property
+    def count(self) -> int:
+        """Number of replicas (K)."""
+        return self.parallel.replicas
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in its replica: its rank in the default process group."""
+        return self.launcher_rank % self.parallel.inner_world_size
+
+    @property
+    def world_size(self) -> int:
+        """Processes of one replica: the size of the default process group."""
+        return self.parallel.inner_world_size
+
+    def progress(self, step: int) -> None:
+        """Note that inner step `step` begins, so that others can name this process."""
+        self._presence.progress(step)
+
+    def barrier(self, what: str) -> None:
+        """Wait for all processes of all replicas.
+
+        Raises PeerError naming `what` is waited for and who is missing.
+        """
+        key, previous = f"barrier/{self._barriers}", f"barrier/{self._barriers - 1}"
+        self._barriers += 1
+        self.store.set(f"{key}/{self.launcher_rank}", "")
+        if self.store.add(f"{key}/count", 1) == self.parallel.world_size:
+            # Everybody is here, so nobody waits for the barrier before this one any more.
+            self.store.delete_key(f"{previous}/count")
+            self.store.delete_key(f"{previous}/open")
+            self.store.set(f"{key}/open", "")
+        self.store.delete_key(f"{previous}/{self.launcher_rank}")
+        try:
+            self.store.wait([f"{key}/open"], timedelta(seconds=self.timeout_seconds))
+        except dist.DistStoreError:
+            everybody = range(self.parallel.world_size)
+            missing = [r for r in everybody if not self.store.check([f"{key}/{r}"])]
+            if missing:
+                raise PeerError(
+                    f"{what}: no word within {self.timeout_seconds:g} s from {self.names(missing)}"
+                ) from None
+
+    @contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """Turn a collective's failure inside the block into the PeerError of `blame`."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_peer_failure(error):
+                raise
+            raise self.blame(error, what) from error
+
+    def blame(self, error: BaseException, what: str) -> PeerError:
+        """One line that says whose fault the failed collective `what` is.
+
+        In this order: processes that ended with an error, that give no sign of life, that are
+        behind. Takes 2.5 s, to tell a silent process from one that is busy.
+        """
+        others = [r for r in range(self.parallel.world_size) if r != self.launcher_rank]
+        silent = self._presence.silent()
+        failures = self._presence.failures()
+        if failures:
+            rank, reason = next(iter(failures.items()))
+            return PeerError(f"{what}: {self.names([rank])} failed: {reason}")
+        if silent:
+            return PeerError(f"{what}: no sign of life from {self.names(silent)}")
+        steps = self._presence.steps(others)
+        own = self._presence.steps([self.launcher_rank])[self.launcher_rank]
+        behind = [rank for rank in others if steps.get(rank, -1) < own]
+        here = [rank for rank in behind if rank // self.world_size == self.index]
+        if behind:
+            return PeerError(f"{what}: waited in vain for {self.names(here or behind)}")
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return PeerError(f"{what}: a collective failed while every process is alive: {reason}")
+
+    def names(self, launcher_ranks: Iterable[int]) -> str:
+        """Like "replica 1 rank 0 (last seen at step 97), …", for a message."""
+        ranks = list(launcher_ranks)
+        steps = self._presence.steps(ranks[:8])
+        text = ", ".join(self._name(rank, steps.get(rank)) for rank in ranks[:8])
+        return text + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+    def _name(self, launcher_rank: int, step: int | None) -> str:
+        replica, rank = divmod(launcher_rank, self.world_size)
+        seen = "never seen" if step is None else f"last seen at step {step}"
+        return f"replica {replica} rank {rank} ({'not yet training' if step == -1 else seen})"
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the run, because of `error` or in good order."""
+        # Who ends because of a peer is not the cause that others should name.
+        cause = error is not None and not isinstance(error, PeerError)
+        self._presence.leave(f"{error or type(error).__name__}" if cause else "")
+        self.link = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> "Replicas":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
+
+def join(
+    parallel: ParallelConfig, timeout_seconds: float = 600, backend: str | None = None
+) -> Replicas:
+    """Take this process's place in the run, as the launcher's environment says.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun sets them; without
+    RANK the process is alone. Afterwards the default process group is this process's replica, RANK
+    and WORLD_SIZE are those in the replica, and `Replicas.link` connects the same rank of all
+    replicas. Collectives and barriers give up after `timeout_seconds`. `backend` is torch's, by
+    default "gloo" without a GPU and "cpu:gloo,cuda:nccl" with one.
+
+    Raises ConfigError if the number of processes is not the product of the layout's factors, and
+    PeerError naming the processes that do not come.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    _check_world_size(parallel, world_size)
+    cuda = torch.cuda.is_available()
+    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    timeout = timedelta(seconds=timeout_seconds)
+    replicas = Replicas(parallel, rank, _rendezvous(timeout), timeout_seconds)
+    replicas.barrier("start")
+
+    os.environ["RANK"] = str(replicas.rank)
+    os.environ["WORLD_SIZE"] = str(replicas.world_size)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"replica/{replicas.index}", replicas.store),
+        rank=replicas.rank,
+        world_size=replicas.world_size,
+        timeout=timeout,
+    )
+    if replicas.count > 1:
+        store = PrefixStore(f"link/{replicas.rank}", replicas.store)
+        replicas.link = _build_group(store, replicas.index, replicas.count, timeout)
+    return replicas
+
+
+def initialize_megatron(parallel: ParallelConfig, seed: int) -> None:
+    """Build megatron-core's groups inside this replica and seed its random states.
+
+    Call after `join`, and without a GPU after `megatron_ext.host.prepare`.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=(
+            parallel.interleave if parallel.interleave > 1 else None
+        ),
+        context_parallel_size=parallel.cp,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _check_world_size(parallel: ParallelConfig, world_size: int) -> None:
+    if world_size == parallel.world_size:
+        return
+    factors = {
+        f"parallel.{name}": getattr(parallel, name) for name in ("replicas", "tp", "pp", "cp", "dp")
+    }
+    product = " × ".join(f"{name}={value}" for name, value in factors.items())
+    raise ConfigError(
+        f"{world_size} processes were started, but {product} needs {parallel.world_size}; "
+        "start that many, or change the factors"
+    )
+
+
+def _rendezvous(timeout: timedelta) -> Store:
+    """The store that all processes of all replicas share."""
+    if "RANK" not in os.environ:
+        return TCPStore("127.0.0.1", 0, world_size=1, is_master=True, timeout=timeout)
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise PeerError(
+            f"start: no rendezvous store at {address} within {timeout.total_seconds():g} s; "
+            "is the first process running, and is the port reachable?"
+        ) from error
+    return PrefixStore("muloco", store)
+
+
+def _build_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+    """A process group that the default group knows nothing of; gloo, and NCCL with a GPU.
+
+    torch's `new_group` could not build it: it wants the members to be ranks of the default group.
+    """
+    kinds = ProcessGroup.BackendType
+    group = ProcessGroup(store, rank, size)
+    gloo = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout)
+    group._set_default_backend(kinds.GLOO)
+    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    if torch.cuda.is_available():
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, options)
+        group._set_default_backend(kinds.NCCL)
+        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    return group
+
+
+def _is_peer_failure(error: RuntimeError) -> bool:
+    """Whether a collective or the store failed; gloo raises plain RuntimeErrors."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or any(
+        sign in text for sign in ("/gloo/", "Connection closed by peer", "Timed out waiting")
+    )
