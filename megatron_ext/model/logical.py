@@ -124,8 +124,8 @@ def logical_shapes(config: "ModelConfig") -> dict[str, tuple[int, ...]]:
 
     Matrices are [out, in], the embedding and the head [vocabulary, hidden], norms [width].
     """
-    hidden, ffn, head_dim = config.hidden, config.ffn, config.hidden // config.heads
-    kv_width = (config.kv_heads or config.heads) * head_dim
+    hidden, ffn, head_dim = config.hidden, config.ffn, config.head_dim
+    kv_width = config.kv_heads * head_dim
     layer = {
         "attention_norm": (hidden,),
         "attention.q": (hidden, hidden),
@@ -256,8 +256,8 @@ def _qkv_runs(
 
     With more ranks than groups the slice of a rank ends within a group; the runs still hold.
     """
-    head_dim = config.hidden // config.heads
-    groups = config.kv_heads or config.heads
+    head_dim = config.head_dim
+    groups = config.kv_heads
     rows = {"q": config.heads // groups * head_dim, "k": head_dim, "v": head_dim}
     return tuple(
         Run(name := f"{layer}.attention.{part}", shapes[name], group * length, length)
