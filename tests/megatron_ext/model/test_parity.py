@@ -1,0 +1,93 @@
+"""Every layout computes the loss and the gradients of the float64 reference."""
+
+from functools import cache
+
+import pytest
+
+from megatron_ext.model import ModelConfig
+from megatron_ext.replicas import ParallelConfig
+from tests.megatron_ext.model.step import Step, megatron_step, model_config, reference_step
+
+reference = cache(reference_step)
+
+LAYOUTS = {
+    "one process": ParallelConfig(),
+    "dp 2": ParallelConfig(dp=2),
+    "tp 2": ParallelConfig(tp=2),
+    "tp 2, sequence": ParallelConfig(tp=2, sequence_parallel=True),
+    "pp 2": ParallelConfig(pp=2),
+    "pp 2, interleaved": ParallelConfig(pp=2, interleave=2),
+    "pp 4": ParallelConfig(pp=4),
+    "tp 2, sequence, pp 2, interleaved": ParallelConfig(
+        tp=2, pp=2, interleave=2, sequence_parallel=True
+    ),
+}
+MODELS = {
+    "the zoo's": {},
+    "grouped queries": {"kv_heads": 2},
+    "tied head": {"tie_head": True},
+    "no sandwich norms": {"sandwich_norm": False},
+    "document masking": {"document_masking": True},
+    "all of them": {
+        "kv_heads": 2,
+        "tie_head": True,
+        "sandwich_norm": False,
+        "document_masking": True,
+    },
+}
+
+
+def check(step: Step, model: ModelConfig, loss: float = 1e-6, gradient: float = 1e-5) -> None:
+    """Loss and gradient norm relative; each gradient relative to its matrix's largest element."""
+    expected = reference(model)
+    assert step.loss == pytest.approx(expected.loss, rel=loss)
+    assert step.norm == pytest.approx(expected.norm, rel=loss)
+    assert step.gradients.keys() == expected.gradients.keys()
+    for name, whole in expected.gradients.items():
+        difference = (step.gradients[name] - whole).abs().max() / whole.abs().max()
+        assert difference <= gradient, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_changes_neither_loss_nor_gradients(layout):
+    model = model_config()
+    check(megatron_step(model, LAYOUTS[layout]), model)
+
+
+@pytest.mark.parametrize("variant", MODELS)
+@pytest.mark.parametrize("layout", ["one process", "tp 2, sequence, pp 2, interleaved"])
+def test_model_variants_match_the_reference(variant, layout):
+    model = model_config(**MODELS[variant])
+    check(megatron_step(model, LAYOUTS[layout]), model)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_more_ranks_than_key_heads(sequence_parallel):
+    model = model_config(kv_heads=2)
+    check(
+        megatron_step(model, ParallelConfig(tp=4, sequence_parallel=sequence_parallel)),
+        model,
+    )
+
+
+def test_tied_head_over_four_stages():
+    model = model_config(tie_head=True)
+    check(megatron_step(model, ParallelConfig(pp=4)), model)
+
+
+def test_interleaved_four_stages():
+    model = model_config(layers=8)
+    check(megatron_step(model, ParallelConfig(pp=4, interleave=2)), model)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_changes_nothing(recompute):
+    model = model_config()
+    layout = LAYOUTS["tp 2, sequence, pp 2, interleaved"]
+    check(megatron_step(model, layout, recompute=recompute), model)
+
+
+def test_bf16_parameters_stay_close():
+    model = model_config()
+    step = megatron_step(model, ParallelConfig(tp=2, pp=2), precision="bf16")
+    check(step, model, loss=1e-2, gradient=0.1)
