@@ -2,8 +2,14 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic import model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from megatron_ext.config import Section
 from megatron_ext.errors import ConfigError
@@ -59,5 +65,10 @@ class OptimizerConfig(Section):
             raise ConfigError(
                 f"optimizer.decay_steps={self.decay_steps} is wsd's; "
                 f"optimizer.schedule={self.schedule} has no use for it"
+            )
+        if self.coefficients == "cans" and self.arithmetic == "bf16":
+            raise ConfigError(
+                "optimizer.coefficients=cans with optimizer.arithmetic=bf16 can diverge: rounding "
+                "carries singular values out of its interval; use fp32, or polar_express"
             )
         return self

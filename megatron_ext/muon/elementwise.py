@@ -1,0 +1,110 @@
+"""The part of the inner optimizer that AdamW trains where it lies."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.optim.adamw import adamw
+
+from megatron_ext.blocks import Block
+from megatron_ext.muon.config import OptimizerConfig
+from megatron_ext.muon.exchange import copy_all, exchange
+from megatron_ext.muon.plan import whole_block
+from megatron_ext.muon.stage import Stage
+from megatron_ext.muon.views import views
+
+
+@dataclass(frozen=True)
+class _Place:
+    """An owned block and where it lies in this rank's parameter."""
+
+    block: Block
+    parameter: int
+    local: tuple[slice, ...]
+
+
+class Elementwise:
+    """What one rank trains with AdamW: rows and pieces in place, replicated vectors at rank 0.
+
+    Attributes:
+        blocks: the owned blocks. `masters`, `exp_avg` and `exp_avg_sq` are flat FP32 tensors of
+            them, one after another.
+    """
+
+    def __init__(self, stage: Stage):
+        self._stage = stage
+        tp_rank, dp_rank = stage.tp_group.rank(), stage.dp_group.rank()
+        self._vectors = [unit for unit in stage.plan.vectors if unit.shard == dp_rank]
+        self._places = [
+            _Place(local.block, local.parameter, local.local)
+            for local in stage.plan.local_blocks(tp_rank, dp_rank)
+        ]
+        self._places += [
+            _Place(whole_block(unit), unit.parameter, (slice(None),))
+            for unit in self._vectors
+            if unit.home == tp_rank
+        ]
+        self.blocks = [place.block for place in self._places]
+
+    def bind(self, masters: torch.Tensor) -> None:
+        """Keep the masters in this flat tensor, with moments of zero."""
+        self.masters = masters
+        self.exp_avg = torch.zeros_like(masters)
+        self.exp_avg_sq = torch.zeros_like(masters)
+
+    def gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """Name and gradient of each owned block."""
+        return [
+            (place.block.name, self._view(self._stage.gradient, place)) for place in self._places
+        ]
+
+    def update(self, lr: float, step: int, config: OptimizerConfig) -> None:
+        """Step number `step`, from 1, of AdamW (Loshchilov & Hutter, 2019, algorithm 2)."""
+        masters, exp_avg, exp_avg_sq = (
+            self._split(flat) for flat in (self.masters, self.exp_avg, self.exp_avg_sq)
+        )
+        gradients = [gradient for _, gradient in self.gradients()]
+        by_decay: dict[float, list[int]] = {}
+        for index, place in enumerate(self._places):
+            decay = self._stage.plan.routes[place.block.name].weight_decay
+            by_decay.setdefault(decay, []).append(index)
+        for decay, chosen in by_decay.items():
+            adamw(
+                [masters[index] for index in chosen],
+                [gradients[index] for index in chosen],
+                [exp_avg[index] for index in chosen],
+                [exp_avg_sq[index] for index in chosen],
+                [],
+                # The library counts steps itself, in one tensor for each parameter.
+                [torch.tensor(step - 1.0, device=self._stage.device) for _ in chosen],
+                fused=True,
+                amsgrad=False,
+                beta1=config.adam_beta1,
+                beta2=config.adam_beta2,
+                lr=lr,
+                weight_decay=decay,
+                eps=config.adam_epsilon,
+                maximize=False,
+            )
+
+    def scatter_weights(self) -> Callable[[], None]:
+        """Set the weights in place, and start to send vectors to the other tensor ranks."""
+        masters = self._split(self.masters)
+        copy_all([self._view(self._stage.weight, place) for place in self._places], masters)
+        stage, rank = self._stage, self._stage.tp_group.rank()
+        owned = masters[len(masters) - len(self._vectors) :] if rank == 0 else []
+        everyone = range(stage.plan.tp)
+        weights = [stage.weight(unit.parameter) for unit in self._vectors]
+        return exchange(
+            [owned if other != rank else [] for other in everyone],
+            [weights if home == 0 and rank != 0 else [] for home in everyone],
+            stage.weight_dtype,
+            stage.device,
+            stage.tp_group,
+        )
+
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return views(flat, [block.size for block in self.blocks])
+
+    def _view(self, of: Callable[[int], torch.Tensor], place: _Place) -> torch.Tensor:
+        return of(place.parameter)[place.local]

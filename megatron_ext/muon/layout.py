@@ -1,0 +1,165 @@
+"""Where each parameter lies in the data-parallel buffers of a pipeline stage.
+
+Megatron-core's DDP reduce-scatters a bucket in equal shards over the data-parallel ranks. Its own
+layouts let a shard begin anywhere in a parameter; here every matrix lies whole in one shard, so
+that the reduce-scatter brings its complete gradient to one rank. Embedding and head are too large
+for that and are spread by whole rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
+from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
+
+from megatron_ext.model.logical import LogicalParameter
+
+# Starts are aligned to this many elements, which keeps every weight aligned for tensor cores.
+_ALIGNMENT = 64
+
+# Smaller buckets leave the network idle between collectives (megatron-core's default size).
+_BUCKET_NUMEL = 40_000_000
+
+# A bucket takes in more layers until its padding is at most this share of its content.
+_MOST_PADDING = 0.05
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One parameter's place in the buffer of its model chunk, in elements."""
+
+    start: int
+    end: int
+    bucket: int
+    shard: int | None  # the data-parallel rank that holds it whole; None: spread by rows
+    rows_per_shard: int | None = None  # for a spread parameter
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Layout of one model chunk's buffer."""
+
+    placements: tuple[Placement, ...]  # in the order in which the parameters were registered
+    buckets: tuple[tuple[int, int], ...]  # (start, end) in elements
+    contents: tuple[int, ...]  # elements of each bucket without padding
+
+
+def lay_out(parameters: Sequence[LogicalParameter], shards: int) -> ChunkLayout:
+    """Place the parameters of one model chunk, given in order of registration.
+
+    Buckets follow the backward pass, from the last parameter to the first, because DDP reduces a
+    bucket as soon as its gradients are there.
+    """
+    placements: dict[int, Placement] = {}
+    buckets: list[tuple[int, int]] = []
+    contents: list[int] = []
+
+    def close(group: list[int]) -> None:
+        if not group:
+            return
+        start = buckets[-1][1] if buckets else 0
+        placed, end = _pack(group, parameters, shards, start, len(buckets))
+        placements.update(placed)
+        buckets.append((start, end))
+        contents.append(sum(_numel(parameters[index]) for index in group))
+
+    for group in _group(parameters, shards):
+        close(group)
+    ordered = tuple(placements[index] for index in range(len(parameters)))
+    return ChunkLayout(ordered, tuple(buckets), tuple(contents))
+
+
+def _group(parameters: Sequence[LogicalParameter], shards: int) -> list[list[int]]:
+    """Indices of the parameters of each bucket, in backward order."""
+    groups: list[list[int]] = []
+    current: list[int] = []
+
+    def finish_run() -> None:
+        nonlocal current
+        # What is left over at the end of a run of layers may be too little to pack well.
+        follows_layers = groups and not _spread(parameters[groups[-1][0]])
+        if current and follows_layers and not _full(current, parameters, shards):
+            current = groups.pop() + current
+        if current:
+            groups.append(current)
+        current = []
+
+    for index in reversed(range(len(parameters))):
+        if _spread(parameters[index]):
+            finish_run()
+            groups.append([index])
+            continue
+        current.append(index)
+        if _full(current, parameters, shards):
+            groups.append(current)
+            current = []
+    finish_run()
+    return groups
+
+
+def _full(group: list[int], parameters: Sequence[LogicalParameter], shards: int) -> bool:
+    content = sum(_numel(parameters[index]) for index in group)
+    if content < _BUCKET_NUMEL:
+        return False
+    _, end = _pack(group, parameters, shards, 0, 0)
+    return end <= (1 + _MOST_PADDING) * content
+
+
+def _pack(
+    group: list[int],
+    parameters: Sequence[LogicalParameter],
+    shards: int,
+    start: int,
+    bucket: int,
+) -> tuple[dict[int, Placement], int]:
+    """Place a bucket at `start`; returns the placements and the bucket's end."""
+    if _spread(parameters[group[0]]):
+        (index,) = group
+        rows, cols = parameters[index].local_shape
+        rows_per_shard = -(-rows // shards)
+        placement = Placement(start, start + rows * cols, bucket, None, rows_per_shard)
+        return {index: placement}, start + rows_per_shard * cols * shards
+    # Largest first, each to the emptiest shard: within 4/3 of the best packing (Graham, 1969).
+    loads = [0] * shards
+    chosen: dict[int, tuple[int, int]] = {}
+    for index in sorted(group, key=lambda index: -_numel(parameters[index])):
+        shard = min(range(shards), key=loads.__getitem__)
+        chosen[index] = (shard, loads[shard])
+        loads[shard] += -(-_numel(parameters[index]) // _ALIGNMENT) * _ALIGNMENT
+    shard_numel = max(loads)
+    placements = {}
+    for index, (shard, offset) in chosen.items():
+        begin = start + shard * shard_numel + offset
+        placements[index] = Placement(begin, begin + _numel(parameters[index]), bucket, shard)
+    return placements, start + shard_numel * shards
+
+
+def _spread(parameter: LogicalParameter) -> bool:
+    return parameter.kind in ("embedding", "head")
+
+
+def _numel(parameter: LogicalParameter) -> int:
+    return torch.Size(parameter.local_shape).numel()
+
+
+def core_layout(
+    layout: ChunkLayout, parameters: Sequence[torch.nn.Parameter], shards: int
+) -> FullParamLayout:
+    """The layout in the form that megatron-core's DistributedDataParallel takes."""
+    groups = group_params_for_buffers(list(parameters), grad_reduce_in_fp32=True)
+    if len(groups) != 1:
+        raise ValueError(f"parameters of one dtype expected, found the buffers {list(groups)}")
+    ((key, (_, indices)),) = groups.items()
+    places = {
+        parameter: (place.start, place.end, place.bucket)
+        for parameter, place in zip(parameters, layout.placements, strict=True)
+    }
+    buffer = PerBufferParamLayout(
+        param_index_map=places,
+        bucket_indices=list(layout.buckets),
+        per_bucket_numel_unpadded=list(layout.contents),
+        param_indices=indices,
+        num_optimizer_shards=shards,
+    )
+    return FullParamLayout(layouts={key: buffer})

@@ -1,0 +1,130 @@
+"""The inner optimizer: Muon on whole matrices at their homes, AdamW on the rest in place.
+
+It stands over megatron-core's DDP, whose reduce-scatter leaves complete gradients on one
+data-parallel rank. One all-to-all over the tensor-parallel ranks takes the pieces of matrices to
+their homes, one takes the new weights back, and DDP's all-gather spreads them. FP32 masters,
+momentum and moments live once in a replica; the weights that the model computes with follow.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.blocks import Block
+from megatron_ext.errors import TrainingError
+from megatron_ext.muon.config import OptimizerConfig
+from megatron_ext.muon.elementwise import Elementwise
+from megatron_ext.muon.matrices import MatrixBatch, cut_into_batches
+from megatron_ext.muon.plan import whole_block
+from megatron_ext.muon.stage import Stage
+from megatron_ext.muon.views import total_numel, views
+
+# While one batch of matrices is orthogonalised, the others travel.
+_BATCHES = 4
+
+
+class InnerOptimizer:
+    """Distributed Muon with its AdamW half, or AdamW alone, as one rank sees it.
+
+    Attributes:
+        blocks: what this rank owns: whole matrices, then the rest.
+        masters: FP32, all blocks one after another in one flat tensor.
+        steps: steps taken, for AdamW's bias correction.
+    """
+
+    def __init__(
+        self, stage: Stage, config: OptimizerConfig, initial: Callable[[Block], torch.Tensor]
+    ):
+        """Start from the masters that `initial` gives for each block, and set the weights."""
+        self.stage = stage
+        self.config = config
+        self.steps = 0
+        matrices = [u for u in stage.plan.matrices if u.shard == stage.dp_group.rank()]
+        batches = cut_into_batches(matrices, _BATCHES if stage.plan.tp > 1 else 1)
+        self._batches = [MatrixBatch(units, stage) for units in batches]
+        self._rest = Elementwise(stage)
+        self._whole = [whole_block(unit) for batch in self._batches for unit in batch.owned]
+        self.blocks = self._whole + self._rest.blocks
+        masters = [initial(block).flatten() for block in self.blocks]
+        self.masters = torch.cat(masters or [torch.empty(0)]).to(stage.device)
+        matrices_numel = total_numel([block.size for block in self._whole])
+        self.momentum = torch.zeros_like(self.masters[:matrices_numel])
+        self._rest.bind(self.masters[matrices_numel:])
+        sizes = [total_numel([unit.shape for unit in batch.owned]) for batch in self._batches]
+        parts = self.masters[:matrices_numel].split(sizes)
+        for batch, part, momentum in zip(
+            self._batches, parts, self.momentum.split(sizes), strict=True
+        ):
+            batch.bind(part, momentum)
+        self.write_weights()
+
+    @torch.no_grad()
+    def step(self, lr: float) -> float:
+        """Take one step from the gradients that DDP has reduced; returns their global norm.
+
+        The norm is of the whole replica, before clipping. Raises TrainingError, and takes no step,
+        when it is not finite.
+        """
+        norm = self._clip()
+        self.steps += 1
+        arrivals = [batch.gather_gradients() for batch in self._batches]
+        self._rest.update(lr, self.steps, self.config)
+        departures = [self._rest.scatter_weights()]
+        for batch, arrived in zip(self._batches, arrivals, strict=True):
+            arrived()
+            batch.update(lr, self.config)
+            departures.append(batch.scatter_weights())
+        for delivered in departures:
+            delivered()
+        self.stage.gather_weights(at_once=False)
+        return norm
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Make the model's weights follow from the masters, after these were changed."""
+        departures = [part.scatter_weights() for part in (self._rest, *self._batches)]
+        for delivered in departures:
+            delivered()
+        self.stage.gather_weights(at_once=True)
+
+    def tensors(self) -> Iterator[tuple[str, Block, torch.Tensor]]:
+        """Everything that a checkpoint holds of it: kind, block, and a view of the block's size."""
+        for kind, flat, blocks in (
+            ("master", self.masters, self.blocks),
+            ("momentum", self.momentum, self._whole),
+            ("exp_avg", self._rest.exp_avg, self._rest.blocks),
+            ("exp_avg_sq", self._rest.exp_avg_sq, self._rest.blocks),
+        ):
+            for block, view in zip(blocks, views(flat, [b.size for b in blocks]), strict=True):
+                yield kind, block, view
+
+    def _clip(self) -> float:
+        """Scale the owned gradients to a norm of at most `clip`; returns the norm before."""
+        gradients = [gradient for _, gradient in self._gradients()]
+        norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
+        square = norms.to(self.stage.device, torch.float64).square().sum()
+        dist.all_reduce(square)  # the default group is the replica
+        norm = square.sqrt().item()
+        if not norm < float("inf"):
+            raise TrainingError(self._name_the_not_finite())
+        if 0 < self.config.clip < norm and gradients:
+            torch._foreach_mul_(gradients, self.config.clip / norm)
+        return norm
+
+    def _gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """Gradients on this rank; each element of the replica's is on exactly one rank."""
+        pieces = [piece for batch in self._batches for piece in batch.gradients()]
+        return pieces + self._rest.gradients()
+
+    def _name_the_not_finite(self) -> str:
+        bad = {name for name, gradient in self._gradients() if not gradient.isfinite().all()}
+        everywhere: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(everywhere, bad)
+        names = sorted(set().union(*everywhere))
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return (
+            f"step {self.steps + 1}: the gradient of {', '.join(names[:5])}{more} is not finite; "
+            "the step was not taken. Resume from the last checkpoint, with a lower optimizer.lr "
+            "if it happens again"
+        )

@@ -1,0 +1,206 @@
+"""The distributed optimizer against the float64 whole-matrix reference, on real layouts."""
+
+import zlib
+from functools import cache
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from megatron_ext import host
+from megatron_ext.errors import TrainingError
+from megatron_ext.model.build import build
+from megatron_ext.model.config import ModelConfig
+from megatron_ext.model.initialize import draw
+from megatron_ext.model.logical import describe, kind_of, logical_shapes
+from megatron_ext.muon.config import OptimizerConfig
+from megatron_ext.muon.optimizer import InnerOptimizer
+from megatron_ext.muon.reference import Reference
+from megatron_ext.muon.routing import route
+from megatron_ext.muon.stage import Stage
+from megatron_ext.replicas import ParallelConfig, initialize_megatron, join
+from tests.ranks import run
+
+MODEL = ModelConfig(
+    layers=4, hidden=64, heads=4, kv_heads=2, ffn=96, vocab_size=48, sequence_length=32
+)
+SEED = 7
+STEPS = 3
+LR = 0.02
+
+
+def routes_of(model: ModelConfig, config: OptimizerConfig):
+    return {
+        name: route(name, kind_of(name), shape, config)
+        for name, shape in logical_shapes(model).items()
+    }
+
+
+def gradient_of(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
+    """Gaussian, with a scale of its own for each parameter; the same for every layout."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    return torch.randn(shape, generator=generator) * 10 ** (len(name) % 5 - 2)
+
+
+def make(
+    rank: int, parallel: ParallelConfig, config: OptimizerConfig, model=MODEL, precision="fp32"
+):
+    host.prepare()
+    initialize_megatron(parallel, SEED)
+    chunks = build(model, parallel, precision=precision, recompute="none", seed=SEED)
+    logical = describe(chunks, model, parallel)
+    whole = cache(lambda name: draw(name, model, SEED))
+    stage = Stage(chunks, logical, routes_of(model, config), chunks[0].config)
+    return InnerOptimizer(stage, config, lambda block: whole(block.name)[block.slices])
+
+
+def put_gradients(optimizer: InnerOptimizer, step: int) -> None:
+    """What DDP's reduction would leave: complete gradients, of which this rank uses its shard."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for index, parameter in enumerate(optimizer.stage.plan.parameters):
+        for segment in parameter.segments_of(rank):
+            whole = gradient_of(segment.name, segment.shape, step)
+            optimizer.stage.gradient(index)[segment.local_slices] = whole[segment.slices]
+
+
+def train(rank, parallel, config, model, precision):
+    """Steps on injected gradients: norms, owned masters, and this rank's weights."""
+    with join(parallel, 30):
+        optimizer = make(rank, parallel, config, model, precision)
+        norms = []
+        for step in range(STEPS):
+            put_gradients(optimizer, step)
+            norms.append(optimizer.step(LR))
+        masters = [(b, t.clone()) for kind, b, t in optimizer.tensors() if kind == "master"]
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        weights = [
+            (segment, optimizer.stage.weight(index)[segment.local_slices].clone())
+            for index, parameter in enumerate(optimizer.stage.plan.parameters)
+            for segment in parameter.segments_of(tp_rank)
+        ]
+        return norms, masters, weights
+
+
+@cache
+def reference(config: OptimizerConfig, model: ModelConfig) -> tuple[Reference, list[float]]:
+    shapes = logical_shapes(model)
+    weights = {name: draw(name, model, SEED) for name in shapes}
+    slow = Reference(weights, routes_of(model, config), config)
+    norms = [
+        slow.step({n: gradient_of(n, s, step) for n, s in shapes.items()}, LR)
+        for step in range(STEPS)
+    ]
+    return slow, norms
+
+
+LAYOUTS = {
+    "one": {},
+    "tp2": {"tp": 2},
+    "tp4, more ranks than key-value heads": {"tp": 4},
+    "dp2": {"dp": 2},
+    "dp3": {"dp": 3},
+    "pp2": {"pp": 2},
+    "tp2 dp2": {"tp": 2, "dp": 2},
+    "tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2},
+    "interleaved": {"pp": 2, "interleave": 2},
+}
+
+
+def check(parallel: dict, config: OptimizerConfig, model: ModelConfig, least_cosine: float):
+    """Compare with the reference; returns the whole masters."""
+    parallel = ParallelConfig(**parallel)
+    slow, norms = reference(config, model)
+    results = run(train, parallel.world_size, parallel, config, model, "fp32")
+    shapes = logical_shapes(model)
+    owners = {name: torch.zeros(shape, dtype=torch.int) for name, shape in shapes.items()}
+    wholes = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for rank_norms, masters, _ in results:
+        assert rank_norms == pytest.approx(norms, rel=1e-6)
+        for block, master in masters:
+            owners[block.name][block.slices] += 1
+            wholes[block.name][block.slices] = master
+    for name, count in owners.items():
+        assert (count == 1).all(), f"{name} is not owned exactly once"
+    for name, whole in wholes.items():
+        start = draw(name, model, SEED).double()
+        update, expected = whole - start, slow.weights[name] - start
+        cosine = torch.cosine_similarity(update.flatten(), expected.flatten(), dim=0)
+        assert cosine >= least_cosine, name
+        assert (update.norm() / expected.norm()).item() == pytest.approx(1, rel=2e-2), name
+    for _, _, weights in results:
+        for segment, weight in weights:
+            assert torch.equal(weight, wholes[segment.name][segment.slices]), segment.name
+    return wholes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_update_is_that_of_whole_matrices_on_every_layout(layout):
+    config = OptimizerConfig(name="muon", lr=LR, weight_decay=0.1, arithmetic="fp32")
+    check(LAYOUTS[layout], config, MODEL, 0.9999)
+
+
+def test_layouts_agree_bit_for_bit_where_each_matrix_is_orthogonalised_whole():
+    config = OptimizerConfig(name="muon", lr=LR, weight_decay=0.1, clip=0.0)
+    one, many = (check(LAYOUTS[name], config, MODEL, 0.999) for name in ("one", "tp2 pp2 dp2"))
+    for name in one:
+        if kind_of(name) == "matrix":
+            assert torch.equal(one[name], many[name]), name
+        else:
+            torch.testing.assert_close(one[name], many[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nesterov": True, "scale": "match_adamw"},
+        {"coefficients": "polar_express", "newton_schulz_steps": 7, "scale": "spectral"},
+        {"coefficients": "simple", "scale": "shape_scaling", "momentum": 0.95},
+    ],
+    ids=str,
+)
+def test_options_follow_the_reference(options):
+    config = OptimizerConfig(name="muon", lr=LR, arithmetic="fp32", **options)
+    check({"tp": 2}, config, MODEL, 0.9999)
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2 dp2", "tp4, more ranks than key-value heads"])
+def test_adamw_alone_follows_the_reference(layout):
+    config = OptimizerConfig(name="adamw", lr=LR, weight_decay=0.1)
+    check(LAYOUTS[layout], config, MODEL, 0.9999)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2 pp2 dp2"])
+def test_a_tied_embedding_is_owned_once_and_reaches_the_last_stage(layout):
+    config = OptimizerConfig(name="muon", lr=LR, arithmetic="fp32")
+    check(LAYOUTS[layout], config, MODEL.model_copy(update={"tie_head": True}), 0.9999)
+
+
+def test_bf16_weights_are_the_rounded_masters():
+    parallel, config = ParallelConfig(tp=2, dp=2), OptimizerConfig(lr=LR)
+    results = run(train, 4, parallel, config, MODEL, "bf16")
+    wholes = {name: torch.zeros(shape) for name, shape in logical_shapes(MODEL).items()}
+    for _, masters, _ in results:
+        for block, master in masters:
+            wholes[block.name][block.slices] = master
+    for _, _, weights in results:
+        for segment, weight in weights:
+            assert torch.equal(weight, wholes[segment.name][segment.slices].bfloat16())
+
+
+def spoil(rank):
+    with join(ParallelConfig(tp=2), 30):
+        optimizer = make(rank, ParallelConfig(tp=2), OptimizerConfig(lr=LR))
+        put_gradients(optimizer, 0)
+        for index, parameter in enumerate(optimizer.stage.plan.parameters):
+            if rank == 1 and "layers.2.mlp.up" in parameter.names:
+                optimizer.stage.gradient(index)[-1, 0] = float("nan")
+        before = optimizer.masters.clone()
+        with pytest.raises(TrainingError) as caught:
+            optimizer.step(LR)
+        return str(caught.value), torch.equal(before, optimizer.masters)
+
+
+def test_a_nan_gradient_is_named_and_the_step_not_taken():
+    for message, unchanged in run(spoil, 2):
+        assert "step 1: the gradient of layers.2.mlp.up is not finite" in message
+        assert unchanged
