@@ -1,0 +1,184 @@
+"""The checkpoints of a run: save, find, load."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.checkpoint import folders, manifest
+from megatron_ext.checkpoint.agreement import Council
+from megatron_ext.checkpoint.loading import Load, verify
+from megatron_ext.checkpoint.saving import Save, Written
+from megatron_ext.checkpoint.staging import Staging, in_place
+from megatron_ext.checkpoint.state import TrainingState
+from megatron_ext.errors import ConfigError, DataError, StackError, TrainingError
+from megatron_ext.replicas import Replicas
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a background save ended."""
+
+    step: int
+    written: Written | None = None
+    error: StackError | None = None
+
+
+class Checkpoints:
+    """The checkpoints below one folder, which all processes of all replicas share.
+
+    Every process of every replica makes one and calls the same methods in the same order.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        replicas: Replicas,
+        keep_last: int = 2,
+        observe: Callable[[str], None] = lambda event: None,
+    ):
+        """`observe` is told of each stage of a save as it is passed, on the saving thread."""
+        self._root = folder
+        self._replicas = replicas
+        self._keep_last = keep_last
+        self._observe = observe
+        self._staging = Staging()
+        self._background: _Background | None = None
+        size, index = replicas.world_size, replicas.index
+        store = replicas.store.clone()
+        inside = range(index * size, (index + 1) * size)
+        self._in_replica = Council(replicas, store, f"checkpoint/{index}", inside)
+        self._everyone = Council(replicas, store, "checkpoint", range(replicas.count * size))
+
+    def find(self, resume: str) -> Path | None:
+        """The checkpoint to go on from, or None to begin anew. Also clears away leftovers.
+
+        `resume` is "auto" (the newest, if there is any), "none", or the path of a checkpoint or of
+        a folder of checkpoints. Raises ConfigError if beginning anew, or from an older checkpoint,
+        would sooner or later collide with checkpoints that are there; DataError if the path holds
+        no checkpoint.
+        """
+        return self._everyone.decide("search for checkpoints", None, lambda _: self._find(resume))
+
+    def load(self, path: Path, state: TrainingState) -> None:
+        """Check every file of a checkpoint, then fill the state's live tensors from it.
+
+        The run may be cut otherwise (TP, PP, CP, DP) than the one that saved. Raises DataError
+        naming the damaged file, and ConfigError if the checkpoint does not hold this run's state.
+        """
+        content = verify(path, self._replicas, self._everyone)
+        Load(path, content, self._replicas).run(state, self._in_replica, self._everyone)
+
+    def save(self, state: TrainingState, step: int) -> Written:
+        """Save; returns once the checkpoint is committed.
+
+        Raises TrainingError on every process if any of them could not write; what was saved
+        earlier is untouched then.
+        """
+        self._report(self.wait())
+        save = Save(self._root, step, self._replicas, self._observe)
+        save.stage(state, in_place)
+        return save.write_and_commit(self._in_replica, self._everyone, self._keep_last)
+
+    def save_in_background(self, state: TrainingState, step: int) -> None:
+        """Copy the state, and write it on another thread while training goes on.
+
+        Waits for the background save before it, whose failure, if nobody asked `poll` or `wait`
+        for it, is logged.
+        """
+        self._report(self.wait())
+        save = Save(self._root, step, self._replicas, self._observe)
+        save.stage(state, self._staging.copy)
+        self._background = _Background(
+            step,
+            lambda: save.write_and_commit(self._in_replica, self._everyone, self._keep_last),
+        )
+
+    def poll(self) -> Outcome | None:
+        """How the background save ended, if it has ended since it was last asked for."""
+        if self._background is None or self._background.is_alive():
+            return None
+        return self.wait()
+
+    def wait(self) -> Outcome | None:
+        """Wait for the background save to end; None if there is none. Call it before exiting."""
+        if self._background is None:
+            return None
+        background, self._background = self._background, None
+        background.join()
+        return background.outcome
+
+    def _report(self, outcome: Outcome | None) -> None:
+        if outcome is not None and outcome.error is not None and self._everyone.is_chair:
+            logger.error("%s", outcome.error)
+
+    def _find(self, resume: str) -> Path | None:
+        for leftover in folders.leftovers(self._root):
+            logger.warning("removing %s, left by an interrupted save", leftover)
+            folders.discard(leftover)
+        self._root.mkdir(parents=True, exist_ok=True)
+        newest = next(reversed(folders.committed(self._root)), None)
+        self._mend_latest(newest)
+        if resume == "auto":
+            return newest
+        chosen = None if resume == "none" else _resolve(Path(resume))
+        clash = newest is not None and (
+            chosen is None or (chosen.parent.samefile(self._root) and chosen.name != newest.name)
+        )
+        if clash:
+            raise ConfigError(
+                f"resume={resume} would overwrite checkpoints that are newer, up to {newest}; "
+                "resume=auto goes on from there; else move them away or choose another run.dir"
+            )
+        return chosen
+
+    def _mend_latest(self, newest: Path | None) -> None:
+        """`latest` is for people and scripts; what counts is which folders are committed."""
+        said = folders.read_latest(self._root)
+        if said == (newest.name if newest else None):
+            return
+        if newest is None:
+            logger.warning("%s/latest names %s, which is not there", self._root, said)
+            folders.discard(self._root / folders.LATEST)
+            return
+        logger.warning(
+            "%s/latest %s; the newest checkpoint is %s, and latest is set to it",
+            self._root,
+            "is missing" if said is None else f"says {said!r}",
+            newest.name,
+        )
+        folders.point_latest(self._root, newest)
+
+
+class _Background(threading.Thread):
+    def __init__(self, step: int, work: Callable[[], Written]):
+        super().__init__(name=f"checkpoint-{step}")
+        self._work = work
+        self.outcome = Outcome(step)
+        self.start()
+
+    def run(self) -> None:
+        step = self.outcome.step
+        try:
+            self.outcome = Outcome(step, written=self._work())
+        except StackError as error:
+            self.outcome = Outcome(step, error=error)
+        except Exception as error:
+            what = f"checkpoint of step {step}"
+            logger.exception("%s", what)
+            self.outcome = Outcome(step, error=TrainingError(f"{what} failed: {error!r}"))
+
+
+def _resolve(path: Path) -> Path:
+    """The checkpoint that a user's path means: itself, or the newest in a folder of them."""
+    if (path / manifest.NAME).is_file() or folders.step_of(path) is not None:
+        if not path.is_dir():
+            raise DataError(f"resume={path}: there is no such checkpoint")
+        return path
+    for folder in (path, path / "checkpoints"):
+        if found := folders.committed(folder):
+            return found[-1]
+    raise DataError(f"resume={path}: there is no checkpoint there")

@@ -1,0 +1,100 @@
+"""The folder of a run's checkpoints: names, commit, `latest`, and what is left by accidents.
+
+checkpoints/step-00000100/            committed, complete, never changed again
+checkpoints/step-00000200.partial/    being written, or left by a save that was interrupted
+checkpoints/step-00000050.removed/    being deleted
+checkpoints/latest                    text: the name of the newest committed folder
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from megatron_ext.checkpoint.manifest import write_durably
+
+LATEST = "latest"
+PARTIAL = ".partial"
+REMOVED = ".removed"
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def name_of(step: int) -> str:
+    """Folder name of the checkpoint after `step` inner steps."""
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in a committed folder's name; None for any other name."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match.group(1)) if match else None
+
+
+def committed(root: Path) -> list[Path]:
+    """Committed checkpoints, oldest first."""
+    if not root.is_dir():
+        return []
+    found = [path for path in root.iterdir() if step_of(path) is not None and path.is_dir()]
+    return sorted(found, key=lambda path: step_of(path) or 0)
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Folders and files that an interrupted save or deletion left behind."""
+    if not root.is_dir():
+        return []
+    return sorted(
+        path
+        for path in root.iterdir()
+        if path.name == f"{LATEST}{PARTIAL}"
+        or (path.suffix in (PARTIAL, REMOVED) and _STEP.fullmatch(path.stem))
+    )
+
+
+def commit(partial: Path) -> Path:
+    """Make a completely written folder count, by one rename. Returns its new path."""
+    for folder in [path for path in partial.rglob("*") if path.is_dir()]:
+        sync(folder)
+    sync(partial)
+    final = partial.with_suffix("")
+    # os.rename replaces an empty folder without a word.
+    if final.exists():
+        raise FileExistsError(f"{final} exists already")
+    partial.rename(final)
+    sync(final.parent)
+    return final
+
+
+def point_latest(root: Path, target: Path) -> None:
+    """Make `latest` name `target`, atomically."""
+    temporary = root / f"{LATEST}{PARTIAL}"
+    write_durably(temporary, f"{target.name}\n".encode())
+    temporary.replace(root / LATEST)
+    sync(root)
+
+
+def read_latest(root: Path) -> str | None:
+    """What `latest` says, or None if there is no such file."""
+    try:
+        return (root / LATEST).read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+
+
+def discard(path: Path) -> None:
+    """Delete a folder or file so that an interruption leaves no half of a committed folder."""
+    if path.suffix not in (PARTIAL, REMOVED):
+        path = path.rename(path.with_name(path.name + REMOVED))
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Force a file's content, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,156 @@
+"""One load: every file checked, then every rank reads what overlaps its blocks."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ext.blocks import Block
+from megatron_ext.checkpoint import index, manifest, storage
+from megatron_ext.checkpoint.agreement import Council, Failure
+from megatron_ext.checkpoint.manifest import Manifest
+from megatron_ext.checkpoint.saving import COUNTERS, SHARED, layout_of, replica_folder
+from megatron_ext.checkpoint.state import RANDOM_KIND, SHARED_KINDS, StateTensor, TrainingState
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.replicas import Replicas
+
+logger = logging.getLogger(__name__)
+
+
+def verify(path: Path, replicas: Replicas, everyone: Council) -> Manifest:
+    """Check every file of a checkpoint once, spread over all processes of all replicas.
+
+    Raises, on every process, DataError naming what is damaged. Files that the manifest does not
+    know are named in a warning; nothing reads them.
+    """
+    damages, content = [], None
+    try:
+        content = manifest.read(path)
+        ranks = replicas.count * replicas.world_size
+        mine = manifest.share(content, replicas.launcher_rank, ranks)
+        damages = manifest.damages(path, content, mine)
+    except DataError as error:
+        damages = [str(error)]
+    everyone.decide(f"check of {path}", damages, lambda words: _refuse_damage(path, words))
+    assert content is not None
+    if everyone.is_chair and (unknown := manifest.unknown_files(path, content)):
+        logger.warning(
+            "%s holds files that its manifest does not know, and that are not read: %s",
+            path,
+            ", ".join(unknown),
+        )
+    return content
+
+
+class Load:
+    """One rank's part in loading a checkpoint that `verify` has found whole."""
+
+    def __init__(self, path: Path, content: Manifest, replicas: Replicas):
+        self._path = path
+        self._replicas = replicas
+        self._saved = content.about["layout"]
+
+    def run(self, state: TrainingState, in_replica: Council, everyone: Council) -> None:
+        """Fill the live tensors and hand over counters and random states.
+
+        Raises, on every process, ConfigError if checkpoint and run do not hold the same state, and
+        DataError if reading fails.
+        """
+        if self._saved["replicas"] != self._replicas.count:
+            raise ConfigError(
+                f"{self._path} holds {self._saved['replicas']} replicas and parallel.replicas is "
+                f"{self._replicas.count}; they must be equal"
+            )
+        wanted = self._wanted(state)
+        in_replica.decide(
+            f"contents of {self._path}",
+            {folder: _described(tensors) for folder, tensors in wanted.items()},
+            self._compare_contents,
+        )
+        failure = Failure()
+        with failure.catch():
+            for folder, tensors in wanted.items():
+                storage.read(self._path / folder, tensors)
+            rng = self._rng(state)
+            counters = self._counters()
+        everyone.decide(f"load of {self._path}", failure.error, _refuse_failure)
+        state.restore(counters, rng)
+
+    @property
+    def _own_folder(self) -> str:
+        return replica_folder(self._replicas.index)
+
+    def _wanted(self, state: TrainingState) -> dict[str, list[StateTensor]]:
+        """The live tensors by the folder that fills them; all folders on all ranks."""
+        wanted: dict[str, list[StateTensor]] = {self._own_folder: []}
+        wanted |= {f"{SHARED}/{kind}": [] for kind in SHARED_KINDS}
+        for tensor in state.tensors():
+            kind = tensor[0]
+            wanted[f"{SHARED}/{kind}" if kind in SHARED_KINDS else self._own_folder].append(tensor)
+        return wanted
+
+    def _compare_contents(self, words: list[dict[str, dict[str, Any]]]) -> None:
+        """On the first rank of a replica: the run's state must be the checkpoint's, no less."""
+        for folder in words[0]:
+            wanted = {key: shape for word in words for key, shape in word[folder].items()}
+            stored = {
+                key: (entry.shape, entry.dtype)
+                for key, entry in self._entries(folder).items()
+                if not key.startswith(f"{RANDOM_KIND}.")
+            }
+            for key in sorted(wanted.keys() | stored.keys()):
+                if wanted.get(key) != stored.get(key):
+                    raise ConfigError(
+                        f"{self._path} does not fit this run: {key} is "
+                        f"{_shape_text(stored.get(key))} in the checkpoint and "
+                        f"{_shape_text(wanted.get(key))} in the run; compare model.*, "
+                        "optimizer.name and outer.* with the run that wrote it"
+                    )
+
+    def _entries(self, folder: str) -> dict[str, index.Entry]:
+        absent = folder.startswith(SHARED) and not (self._path / folder).exists()
+        return {} if absent else index.read(self._path / folder)
+
+    def _rng(self, state: TrainingState) -> torch.Tensor | None:
+        """This rank's random state, if the rank is the same part of the run as then."""
+        if self._saved != layout_of(self._replicas):
+            return None
+        rng = torch.empty_like(state.rng())
+        place = Block(str(self._replicas.rank), (rng.numel(),), (0,), (rng.numel(),))
+        storage.read(self._path / self._own_folder, [(RANDOM_KIND, place, rng)])
+        return rng
+
+    def _counters(self) -> dict[str, Any]:
+        return json.loads((self._path / self._own_folder / COUNTERS).read_bytes())
+
+
+def _described(tensors: list[StateTensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {
+        storage.key_of(kind, block.name): (tuple(block.shape), tensor.dtype)
+        for kind, block, tensor in tensors
+    }
+
+
+def _shape_text(shape: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    if shape is None:
+        return "absent"
+    size, dtype = shape
+    return f"{list(size)} {str(dtype).removeprefix('torch.')}"
+
+
+def _refuse_damage(path: Path, words: list[list[str]]) -> None:
+    damages = sorted({damage for word in words for damage in word})
+    if damages:
+        more = f" (and {len(damages) - 3} more)" if len(damages) > 3 else ""
+        raise DataError(
+            f"checkpoint {path} is damaged: {'; '.join(damages[:3])}{more}; "
+            "resume from another one with resume=PATH"
+        )
+
+
+def _refuse_failure(errors: list[str | None]) -> None:
+    error = next((error for error in errors if error), None)
+    if error:
+        raise DataError(error)

@@ -1,0 +1,232 @@
+"""One save: from live tensors to a committed folder.
+
+Every process of every replica takes part:
+
+1. stage    on the training thread: plan each folder together within the replica, and, for a
+            background save, copy the tensors.
+2. write    on any thread: each rank writes and hashes its own files, the first rank of each replica
+            the folder's index and the counters.
+3. commit   the first rank of all writes the manifest and renames the folder: the one moment in
+            which the checkpoint begins to exist, for all replicas at once.
+
+If anything fails anywhere, the folder is discarded and every process learns the reason.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_ext.blocks import Block
+from megatron_ext.checkpoint import folders, manifest
+from megatron_ext.checkpoint.agreement import Council, Failure
+from megatron_ext.checkpoint.manifest import FileRecord, Manifest
+from megatron_ext.checkpoint.state import RANDOM_KIND, SHARED_KINDS, StateTensor, TrainingState
+from megatron_ext.checkpoint.storage import Writing
+from megatron_ext.errors import TrainingError
+from megatron_ext.replicas import Replicas
+
+COUNTERS = "counters.json"
+SHARED = "shared"
+
+# Room for indices and manifest, and for what else writes to the disk meanwhile.
+_SPARE_BYTES = 64 * 2**20
+
+
+ToHost = Callable[[list[StateTensor]], list[StateTensor]]
+"""Brings tensors to host memory, see staging.py."""
+
+
+def replica_folder(replica: int) -> str:
+    """Where in a checkpoint the state of one replica lies."""
+    return f"replica-{replica}"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A committed checkpoint."""
+
+    path: Path
+    step: int
+    bytes: int
+
+
+@dataclass
+class _Part:
+    """What a rank tells about its part in the save."""
+
+    results: dict[str, list[WriteResult]] = field(default_factory=dict)  # by folder
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Save:
+    """One rank's part in one save."""
+
+    def __init__(
+        self, root: Path, step: int, replicas: Replicas, observe: Callable[[str], None]
+    ) -> None:
+        self._root = root
+        self._step = step
+        self._replicas = replicas
+        self._observe = observe
+        self._partial = root / f"{folders.name_of(step)}{folders.PARTIAL}"
+        self._failure = Failure()
+        self._writings: dict[str, Writing] = {}
+        self._bytes = 0
+        self._counters: dict[str, Any] = {}
+        self._files: dict[str, FileRecord] = {}  # of the whole replica, on its first rank
+
+    def stage(self, state: TrainingState, to_host: ToHost) -> None:
+        """Plan what this rank writes. Collective in the replica; a failure is raised later."""
+        self._counters = state.counters()
+        parts = self._parts(state)
+        self._bytes = sum(tensor.nbytes for part in parts.values() for _, _, tensor in part)
+        if not self._make_folders(parts):
+            return
+        for name, tensors in parts.items():
+            with self._failure.catch():
+                self._writings[name] = Writing(self._partial / name, to_host(tensors))
+        self._observe("staged")
+
+    def write_and_commit(self, in_replica: Council, everyone: Council, keep_last: int) -> Written:
+        """Write, agree, commit. Raises TrainingError on every process if any of them failed."""
+        what = f"checkpoint of step {self._step}"
+        everyone.decide(f"{what}: space", (self._bytes, self._failure.error), self._check_space)
+        in_replica.decide(f"{what}: files", self._write(), self._finish_folders)
+        return everyone.decide(
+            f"{what}: commit",
+            (self._files, self._failure.error),
+            lambda words: self._commit(words, keep_last),
+        )
+
+    def _parts(self, state: TrainingState) -> dict[str, list[StateTensor]]:
+        """What this rank writes into which folder. All ranks of a replica name the same folders.
+
+        A shared kind is written by one replica; the kinds go round the replicas.
+        """
+        tensors = list(state.tensors())
+        rng = state.rng()
+        place = Block(str(self._replicas.rank), (rng.numel(),), (0,), (rng.numel(),))
+        own = [tensor for tensor in tensors if tensor[0] not in SHARED_KINDS]
+        parts = {replica_folder(self._replicas.index): [*own, (RANDOM_KIND, place, rng)]}
+
+        present: list[set[str]] = [set()] * self._replicas.world_size
+        dist.all_gather_object(present, {kind for kind, _, _ in tensors})
+        for number, kind in enumerate(SHARED_KINDS):
+            is_writer = number % self._replicas.count == self._replicas.index
+            if is_writer and any(kind in kinds for kinds in present):
+                parts[f"{SHARED}/{kind}"] = [tensor for tensor in tensors if tensor[0] == kind]
+        return parts
+
+    def _make_folders(self, names: dict[str, Any]) -> bool:
+        """The replica's first rank makes its folders, fresh. All its ranks learn whether."""
+        if self._replicas.rank == 0:
+            with self._failure.catch():
+                for name in names:
+                    (self._partial / name).mkdir(parents=True)
+        outcome = [self._failure.error]
+        dist.broadcast_object_list(outcome, src=0)
+        self._failure.error = outcome[0]
+        return self._failure.error is None
+
+    def _check_space(self, words: list[tuple[int, str | None]]) -> None:
+        """Judged before anything is written."""
+        self._give_up_if([error for _, error in words])
+        needed_bytes = sum(size for size, _ in words) + _SPARE_BYTES
+        free_bytes = shutil.disk_usage(self._root).free
+        if free_bytes < needed_bytes:
+            self._give_up_if(
+                [
+                    f"it needs {needed_bytes / 1e9:.2f} GB and {self._root} has "
+                    f"{free_bytes / 1e9:.2f} GB free; free space, or lower checkpoint.keep_last"
+                ]
+            )
+        self._observe("space")
+
+    def _write(self) -> _Part:
+        """Write and hash this rank's files."""
+        part = _Part()
+        with self._failure.catch():
+            for folder, writing in self._writings.items():
+                part.results[folder] = writing.write()
+                self._observe("file")
+            for folder, results in part.results.items():
+                for name in {result.storage_data.relative_path for result in results}:
+                    part.files[f"{folder}/{name}"] = self._record(f"{folder}/{name}")
+            self._observe("hashed")
+        part.error = self._failure.error
+        return part
+
+    def _finish_folders(self, parts: list[_Part]) -> None:
+        """On the first rank of a replica: what its folders need besides the tensors' files."""
+        self._failure.error = next((part.error for part in parts if part.error), None)
+        if self._failure.error:
+            return
+        for part in parts:
+            self._files.update(part.files)
+        with self._failure.catch():
+            for folder, writing in self._writings.items():
+                for name in writing.finish([part.results[folder] for part in parts]):
+                    self._files[f"{folder}/{name}"] = self._record(f"{folder}/{name}")
+                self._observe("index")
+            counters = f"{replica_folder(self._replicas.index)}/{COUNTERS}"
+            content = json.dumps(self._counters, indent=1, allow_nan=False)
+            manifest.write_durably(self._partial / counters, content.encode())
+            self._files[counters] = self._record(counters)
+            self._observe("counters")
+
+    def _commit(
+        self, words: list[tuple[dict[str, FileRecord], str | None]], keep_last: int
+    ) -> Written:
+        """On the first rank of all: the point of no return."""
+        self._give_up_if([error for _, error in words])
+        about = {
+            "step": self._step,
+            "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "layout": layout_of(self._replicas),
+            "torch": torch.__version__,
+        }
+        content = Manifest(
+            about, {name: file for files, _ in words for name, file in files.items()}
+        )
+        try:
+            manifest.write(self._partial, content)
+            self._observe("manifest")
+            path = folders.commit(self._partial)
+            self._observe("committed")
+            folders.point_latest(self._root, path)
+            self._observe("latest")
+            for old in folders.committed(self._root)[:-keep_last]:
+                folders.discard(old)
+            self._observe("pruned")
+        except OSError as error:
+            self._give_up_if([str(error)])
+        return Written(path, self._step, content.total_bytes)
+
+    def _record(self, name: str) -> FileRecord:
+        return manifest.record(self._partial / name)
+
+    def _give_up_if(self, errors: list[str | None]) -> None:
+        """Discard everything and raise, if there is any error."""
+        error = next((error for error in errors if error), None)
+        if error is None:
+            return
+        if self._partial.exists():
+            folders.discard(self._partial)
+        raise TrainingError(
+            f"checkpoint of step {self._step} was not saved (earlier ones are untouched): {error}"
+        )
+
+
+def layout_of(replicas: Replicas) -> dict[str, int]:
+    """How a run is cut, for the manifest."""
+    names = ("replicas", "tp", "pp", "cp", "dp", "interleave")
+    return {name: getattr(replicas.parallel, name) for name in names}
