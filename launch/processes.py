@@ -81,7 +81,7 @@ class RankProcesses:
             code = 1
             try:
                 code, report = main(rank)
-                with open(writing, "wb") as pipe:
+                with os.fdopen(writing, "wb") as pipe:
                     pipe.write(report)
             finally:
                 sys.stdout.flush()
@@ -178,8 +178,7 @@ def _become_rank(parent: int, rank: int, world_size: int, port: int) -> None:
     os.register_at_fork(before=before, after_in_child=after)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -1,0 +1,170 @@
+"""All processes of a run on this machine: forked without a GPU, by torchrun with GPUs."""
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+
+import torch
+
+from launch.processes import Exit, RankProcesses
+from megatron_ext.errors import ConfigError, PeerError, StackError
+from megatron_ext.replicas import ParallelConfig
+from pretrain import exit
+from pretrain.config import Resolved, check_machine, load
+
+SETTLE_SECONDS = 0.5
+"""How long the cause of a failure may come after its first consequence."""
+GRACE_SECONDS = 10.0
+"""From SIGTERM to SIGKILL."""
+
+
+class RankFailure(StackError):
+    """A rank failed; carries its exit code."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a failing rank tells its parent."""
+
+    message: str
+    is_echo: bool
+    """It failed only because another process did."""
+    same_everywhere: bool
+    traceback: str
+
+
+class _Interrupted(Exception):
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+def launch(recipe: str, overrides: list[str], debug: bool = False) -> None:
+    """Run `recipe` on this machine; returns when all ranks ended well.
+
+    Raises StackError with the exit code of the rank that failed first, and its one-line reason.
+    """
+    resolved = load(recipe, overrides)
+    check_machine(resolved.config)
+    if torch.cuda.is_available():
+        _replace_by_torchrun(resolved, [recipe, *overrides], debug)
+
+    # Imported once, for all ranks.
+    from pretrain.loop import train
+
+    supervise(partial(train, resolved), resolved.config.parallel, debug)
+
+
+def _replace_by_torchrun(resolved: Resolved, arguments: list[str], debug: bool) -> None:
+    # CUDA does not survive a fork, so each rank imports for itself.
+    processes, gpus = resolved.config.parallel.world_size, torch.cuda.device_count()
+    if processes > gpus:
+        raise ConfigError(
+            f"the layout needs {processes} processes with a GPU each, and this machine has {gpus}"
+        )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *torchrun, "--module", "pretrain", *arguments]
+    os.execv(sys.executable, [*command, "--debug"] if debug else command)
+
+
+def supervise(train: Callable[[], None], parallel: ParallelConfig, debug: bool = False) -> None:
+    """Call `train` in one forked process for each rank and watch over them.
+
+    The first failure ends all: SIGTERM, then SIGKILL after a grace. Raises RankFailure, which
+    names the rank whose failure was the cause. SIGINT and SIGTERM are passed on.
+    """
+    failures: list[Exit] = []
+    main = partial(_rank, train, parallel.world_size)
+    with _raising_signals(), RankProcesses(main, parallel.world_size) as ranks:
+        try:
+            for end in ranks.exits():
+                if end.status != 0 and not failures:
+                    ranks.limit(SETTLE_SECONDS)
+                if end.status != 0:
+                    failures.append(end)
+            _end(ranks, signal.SIGTERM)
+        except _Interrupted as interrupt:
+            _end(ranks, interrupt.number)
+            name = signal.Signals(interrupt.number).name
+            raise RankFailure(f"stopped by {name}", 128 + interrupt.number) from None
+    if failures:
+        raise _failure(failures, parallel.inner_world_size, debug)
+
+
+def _rank(train: Callable[[], None], world_size: int, rank: int) -> tuple[int, bytes]:
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // world_size))
+    try:
+        train()
+    except BaseException as error:
+        report = _Report(
+            message=exit.describe(error),
+            is_echo=isinstance(error, PeerError),
+            same_everywhere=isinstance(error, ConfigError),
+            traceback=traceback.format_exc(),
+        )
+        code = error.exit_code if isinstance(error, StackError) else 1
+        return code, pickle.dumps(report)
+    return 0, b""
+
+
+def _end(ranks: RankProcesses, number: int) -> None:
+    """Ask what still runs to end; the end of the `with` block kills what does not."""
+    ranks.signal(number)
+    ranks.limit(GRACE_SECONDS)
+    for _ in ranks.exits():
+        pass
+
+
+def _failure(failures: list[Exit], inner_world_size: int, debug: bool) -> RankFailure:
+    """The cause among the failures, told once, by the lowest rank that saw it."""
+    reports = {end.rank: pickle.loads(end.report) if end.report else None for end in failures}
+    causes = [end for end in failures if not (reports[end.rank] and reports[end.rank].is_echo)]
+    first = (causes or failures)[0]
+    replica = first.rank // inner_world_size
+    alike = [
+        end.rank
+        for end in causes or failures
+        if end.status == first.status and end.rank // inner_world_size == replica
+    ]
+    rank = min(alike)
+    name = f"replica {replica} rank {rank % inner_world_size}"
+    report = reports[rank]
+    if report is None:
+        if first.status < 0:
+            how = f"was killed by {signal.Signals(-first.status).name}"
+        else:
+            how = f"ended with exit code {first.status}"
+        return RankFailure(f"{name} {how}; the other processes were ended", 1)
+    if debug:
+        print(report.traceback, file=sys.stderr, end="")
+    message = report.message if report.same_everywhere else f"{name}: {report.message}"
+    return RankFailure(message, first.status)
+
+
+@contextlib.contextmanager
+def _raising_signals() -> Iterator[None]:
+    """Let SIGINT and SIGTERM interrupt a wait, so that they can be passed on."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _Interrupted(number)
+
+    before = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

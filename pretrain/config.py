@@ -1,0 +1,262 @@
+"""From a recipe and `key=value` overrides to a checked configuration that knows its origins.
+
+A recipe is a YAML file. It may build on another one with `extends: NAME or PATH`. Its sections and
+keys are those of `RunConfig`; a key that is not there is refused with the nearest one that is.
+"""
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from megatron_ext.config import Section
+from megatron_ext.errors import ConfigError
+from pretrain import yaml_subset
+from pretrain.settings import RunConfig, RunSection, check_machine
+
+__all__ = [
+    "Resolved",
+    "RunConfig",
+    "RunSection",
+    "allowed",
+    "check_machine",
+    "fields",
+    "load",
+    "recipe_names",
+    "schema_of",
+    "write",
+]
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked configuration and where each of its values came from."""
+
+    config: RunConfig
+    origins: Mapping[str, str]
+    """Dotted key -> "default", "recipe NAME", "command line" or "derived: why"."""
+
+    def leaves(self) -> Iterator[tuple[str, Any, str]]:
+        """(key, value, origin) of every option, in the order of the sections."""
+        values = dict(_flatten(self.config.model_dump()))
+        return ((key, values[key], self.origins[key]) for key in fields())
+
+
+@dataclass(frozen=True)
+class _Given:
+    value: Any
+    origin: str
+
+
+def load(recipe: str | Path, overrides: Iterable[str] = ()) -> Resolved:
+    """Read a recipe by name or path and apply `key=value` texts.
+
+    Raises ConfigError, one line, for anything that is not a complete and consistent configuration.
+    """
+    given = _read_recipe(str(recipe), base=Path(), ancestors=())
+    given |= dict(_parse_override(text) for text in overrides)
+    if "run.dir" not in given:
+        name = _find_recipe(str(recipe), Path()).stem
+        given["run.dir"] = _Given(f"runs/{name}", "derived: = runs/<recipe>")
+    config = _validate(given)
+    return Resolved(config, _origins(config, given))
+
+
+def write(resolved: Resolved, path: Path) -> None:
+    """Write the configuration as YAML, with each value's origin as a comment.
+
+    The file is itself a recipe that gives the same configuration.
+    """
+    lines, section = [], ""
+    for key, value, origin in resolved.leaves():
+        *parents, name = key.split(".")
+        if parents and parents[0] != section:
+            section = parents[0]
+            lines.append(f"{section}:")
+        text = f"{'  ' * len(parents)}{name}: {yaml_subset.dump(value)}"
+        lines.append(f"{text:<48}  # {origin}")
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def fields() -> dict[str, FieldInfo]:
+    """Every option's dotted key and its declaration, in the order of the sections."""
+    return dict(_fields(RunConfig, ""))
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the program."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _fields(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def _read_recipe(name: str, base: Path, ancestors: tuple[Path, ...]) -> dict[str, _Given]:
+    path = _find_recipe(name, base)
+    if path in ancestors:
+        chain = " -> ".join(str(p) for p in (*ancestors, path))
+        raise ConfigError(f"recipes extend one another in a circle: {chain}")
+    tree = yaml_subset.read(path)
+    parent = tree.pop("extends", None)
+    given = {}
+    if parent is not None:
+        given = _read_recipe(str(parent), path.parent, (*ancestors, path))
+    origin = f"recipe {path.stem if path.parent == RECIPES else path}"
+    sections = {key.split(".")[0] for key in fields() if "." in key}
+    for key, value in tree.items():
+        if key in sections and not isinstance(value, dict):
+            raise ConfigError(f"{path}: {key} is a section; write its keys indented below it")
+    for key, value in _flatten(tree):
+        _check_known(key, f"{path}: ")
+        given[key] = _Given(value, origin)
+    return given
+
+
+def _find_recipe(name: str, base: Path) -> Path:
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        path = base / name
+    else:
+        path = RECIPES / f"{name}.yaml"
+    if path.is_file():
+        return path.resolve()
+    if path.parent != RECIPES:
+        raise ConfigError(f"recipe {path} is not there")
+    known = recipe_names()
+    raise ConfigError(
+        f"recipe {name!r} is unknown{_nearest(name, known)}; there are {', '.join(known)}, "
+        "or give the path of a .yaml file"
+    )
+
+
+def _parse_override(text: str) -> tuple[str, _Given]:
+    key, equals, raw = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is not of the form key=value{_nearest(key, fields())}")
+    _check_known(key, "")
+    # A path such as 2024 stays a text.
+    value = raw if fields()[key].annotation is str else yaml_subset.parse(raw, f"{key}={raw}")
+    return key, _Given(value, "command line")
+
+
+def _check_known(key: str, where: str) -> None:
+    known = fields()
+    if key in known:
+        return
+    if any(name.startswith(f"{key}.") for name in known):
+        raise ConfigError(f"{where}{key} is a section; give one of its keys, as in {key}.NAME")
+    hint = _nearest(key, known) or "; `python -m pretrain --help` lists the options"
+    raise ConfigError(f"{where}option {key!r} is unknown{hint}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    same_name = [key for key in known if key.split(".")[-1] == name.split(".")[-1]]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6) or same_name
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _validate(given: Mapping[str, _Given]) -> RunConfig:
+    tree: dict[str, Any] = {}
+    for key, item in given.items():
+        *parents, name = key.split(".")
+        section = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = item.value
+    for name, field in RunConfig.model_fields.items():
+        if field.is_required():
+            tree.setdefault(name, {})
+    try:
+        # JSON mode: strict about types, but a list may stand for a tuple.
+        return RunConfig.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        raise ConfigError(_explain(error, given)) from None
+
+
+def _explain(error: ValidationError, given: Mapping[str, _Given]) -> str:
+    details = error.errors()
+    missing = [_key(d["loc"]) for d in details if d["type"] == "missing"]
+    if missing:
+        return f"no value for {', '.join(missing)}; give it in the recipe or as {missing[0]}=VALUE"
+    key = _key(details[0]["loc"])
+    value, origin = given[key].value, given[key].origin
+    schema = schema_of(key)
+    nearest = _nearest(str(value), schema.get("enum", []))
+    return f"{key}={yaml_subset.dump(value)} ({origin}): must be {allowed(schema)}{nearest}"
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    """The option's dotted key, without the positions inside a list or a union."""
+    parts = [str(part) for part in location]
+    known = fields()
+    while ".".join(parts) not in known:
+        parts.pop()
+    return ".".join(parts)
+
+
+def schema_of(key: str) -> dict[str, Any]:
+    """The JSON schema of one option."""
+    whole = RunConfig.model_json_schema()
+    schema: dict[str, Any] = whole
+    for part in key.split("."):
+        schema = schema["properties"][part]
+        if "$ref" in schema:
+            schema = whole["$defs"][schema["$ref"].split("/")[-1]]
+    return schema
+
+
+def allowed(schema: Mapping[str, Any]) -> str:
+    """What a JSON schema admits, in words."""
+    if "anyOf" in schema:
+        return " or ".join(allowed(choice) for choice in schema["anyOf"])
+    if "enum" in schema:
+        return " or ".join(str(choice) for choice in schema["enum"])
+    if schema["type"] == "array":
+        return f"a list, each {allowed(schema['items'])}"
+    nouns = {
+        "integer": "an integer",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "a text",
+        "null": "null",
+    }
+    if schema.get("minLength"):
+        return "a text that is not empty"
+    signs = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+    bounds = [f"{sign} {schema[name]:g}" for name, sign in signs.items() if name in schema]
+    return " ".join([nouns[schema["type"]], " and ".join(bounds)]).strip()
+
+
+def _origins(config: RunConfig, given: Mapping[str, _Given]) -> dict[str, str]:
+    values = dict(_flatten(config.model_dump()))
+    origins = {}
+    for key, field in fields().items():
+        if key in given and given[key].value is not None:
+            origins[key] = given[key].origin
+        elif values[key] is not None and field.default is None:
+            origins[key] = f"derived: {field.json_schema_extra['derived']}"
+        else:
+            origins[key] = given[key].origin if key in given else "default"
+    return origins

@@ -1,0 +1,162 @@
+"""The whole configuration tree of a run, and the checks that no section can do alone."""
+
+import importlib.util
+from typing import Any
+
+import torch
+from pydantic import Field, PositiveFloat, model_validator
+
+from megatron_ext.checkpoint.config import CheckpointConfig
+from megatron_ext.config import Section
+from megatron_ext.diloco.config import OuterConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.model.config import ModelConfig
+from megatron_ext.muon.config import OptimizerConfig
+from megatron_ext.replicas import ParallelConfig
+from pretrain.data import DataConfig
+from pretrain.loop import TrainConfig
+from pretrain.validation import ValidationConfig
+
+
+class RunSection(Section):
+    """Where the run lives."""
+
+    dir: str = Field(min_length=1, json_schema_extra={"derived": "= runs/<recipe>"})
+    """Folder of the run: configuration, metrics and checkpoints."""
+    timeout_seconds: PositiveFloat = 600.0
+    """How long a process waits for others before it gives up and names who is missing."""
+
+
+class RunConfig(Section):
+    """Everything that decides what a run computes."""
+
+    run: RunSection
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    outer: OuterConfig = OuterConfig()
+    validation: ValidationConfig = ValidationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: str = "auto"
+    """auto (the run's latest checkpoint, if there is one), none, or a checkpoint's path."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that each rank computes in one inner step."""
+        return self.train.global_batch // self._sequences_at_once
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one inner step over all replicas."""
+        return self.train.global_batch * self.model.sequence_length
+
+    @property
+    def _sequences_at_once(self) -> int:
+        return self.parallel.replicas * self.parallel.dp * self.train.micro_batch
+
+    @model_validator(mode="before")
+    @classmethod
+    def _place_index_cache(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        run, data = values.get("run"), values.get("data")
+        if isinstance(run, dict) and isinstance(data, dict) and data.get("cache") is None:
+            return {**values, "data": {**data, "cache": f"{run.get('dir')}/index-cache"}}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> "RunConfig":
+        _check_layout(self.model, self.parallel)
+        _check_pipeline(self)
+        _check_batch(self)
+        _check_schedule(self)
+        if self.outer.interval == 0 and self.parallel.replicas > 1:
+            raise ConfigError(
+                f"parallel.replicas={self.parallel.replicas} needs outer.interval of at least 1; "
+                "for plain data parallelism (outer.interval=0) use parallel.dp"
+            )
+        return self
+
+
+def check_machine(config: RunConfig) -> None:
+    """Refuse what this machine cannot run; the configuration itself may be right elsewhere."""
+    if config.model.implementation != "transformer_engine":
+        return
+    option = "model.implementation=transformer_engine"
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            f"{option}: Transformer Engine is not installed here; "
+            "install transformer-engine[pytorch], or use model.implementation=plain"
+        )
+    if not torch.cuda.is_available():
+        raise ConfigError(f"{option} needs a GPU; without one use model.implementation=plain")
+
+
+def _check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
+    tp, cp = parallel.tp, parallel.cp
+    for name in ("vocab_size", "heads", "ffn"):
+        _check_multiple(f"model.{name}", getattr(model, name), "parallel.tp", tp)
+    if model.kv_heads % tp and tp % model.kv_heads:
+        raise ConfigError(
+            f"model.kv_heads={model.kv_heads} must be a multiple or a divisor of parallel.tp={tp}"
+        )
+    if parallel.sequence_parallel:
+        length = model.sequence_length
+        _check_multiple("model.sequence_length", length, "parallel.tp", tp)
+    if cp > 1:
+        if model.implementation != "transformer_engine":
+            raise ConfigError(
+                f"parallel.cp={cp} needs model.implementation=transformer_engine; "
+                f"{model.implementation} layers cannot share a sequence"
+            )
+        _check_multiple("model.sequence_length", model.sequence_length, "2 × parallel.cp", 2 * cp)
+
+
+def _check_pipeline(config: RunConfig) -> None:
+    parallel = config.parallel
+    chunks = parallel.pp * parallel.interleave
+    _check_multiple(
+        "model.layers", config.model.layers, "parallel.pp × parallel.interleave", chunks
+    )
+    if parallel.pp > 1 and config.model.tie_head and config.train.overlap:
+        raise ConfigError(
+            f"model.tie_head=true with parallel.pp={parallel.pp} refuses train.overlap=true: the "
+            "first and the last stage add their gradients of the embedding after the backward "
+            "pass; use train.overlap=false or model.tie_head=false"
+        )
+
+
+def _check_batch(config: RunConfig) -> None:
+    train, parallel = config.train, config.parallel
+    if train.global_batch % config._sequences_at_once:
+        raise ConfigError(
+            f"train.global_batch={train.global_batch} must be a multiple of "
+            f"parallel.replicas={parallel.replicas} × parallel.dp={parallel.dp} × "
+            f"train.micro_batch={train.micro_batch} = {config._sequences_at_once}"
+        )
+    if parallel.interleave > 1 and config.micro_batches % parallel.pp:
+        raise ConfigError(
+            f"parallel.interleave={parallel.interleave} needs micro-batches in multiples of "
+            f"parallel.pp={parallel.pp}; train.global_batch={train.global_batch} gives "
+            f"{config.micro_batches}"
+        )
+
+
+def _check_schedule(config: RunConfig) -> None:
+    steps, optimizer = config.train.steps, config.optimizer
+    if config.train.stop_at is not None and config.train.stop_at > steps:
+        raise ConfigError(
+            f"train.stop_at={config.train.stop_at} lies after the last step, train.steps={steps}"
+        )
+    if optimizer.decay_steps and optimizer.warmup_steps + optimizer.decay_steps > steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} + "
+            f"optimizer.decay_steps={optimizer.decay_steps} must not exceed train.steps={steps}"
+        )
+
+
+def _check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
+    if value % divisor:
+        raise ConfigError(f"{name}={value} must be a multiple of {divisor_name}={divisor}")

@@ -1,0 +1,59 @@
+"""The configuration in a terminal: every option, its value and where it came from."""
+
+from rich.console import Console
+from rich.table import Table
+
+from pretrain.config import Resolved, allowed, fields, recipe_names, schema_of
+from pretrain.yaml_subset import dump
+
+MIN_WIDTH_OF_PURPOSE = 120
+
+USAGE = """
+A recipe is a name ({recipes}) or the path of a YAML file.
+Options are given as section.key=value, for example:
+
+  python -m pretrain demo --show
+  python -m launch local demo --replicas 2 --tp 2 train.steps=20 run.dir=runs/try
+
+Options:
+"""
+
+
+def print_table(resolved: Resolved) -> None:
+    """Print every option, its value, its origin, and what follows from them."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    columns = ["option", "value", "from"] + ["purpose"] * (console.width >= MIN_WIDTH_OF_PURPOSE)
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for key, value, origin in resolved.leaves():
+        style = "dim" if origin == "default" else ""
+        row = [
+            key,
+            "" if value is None else dump(value),
+            origin,
+            f"[dim]{fields()[key].description}[/dim]",
+        ]
+        table.add_row(*row[: len(columns)], style=style)
+    console.print(table)
+    config = resolved.config
+    console.print(
+        f"\n{config.parallel.world_size} processes; {config.tokens_per_step:,} tokens a step in "
+        f"{config.micro_batches} micro-batches a rank; "
+        f"{config.tokens_per_step * config.train.steps:,} tokens in all",
+        highlight=False,
+    )
+
+
+def help_text() -> str:
+    """Every option with what it may be, its default and its purpose."""
+    lines = [USAGE.format(recipes=", ".join(recipe_names())).strip("\n")]
+    for key, field in fields().items():
+        if derived := (field.json_schema_extra or {}).get("derived"):
+            default = f"default {derived}"
+        elif field.is_required():
+            default = "required"
+        else:
+            default = f"default {dump(field.default)}"
+        lines.append(f"  {key}: {allowed(schema_of(key))} ({default})\n      {field.description}")
+    return "\n".join(lines)

@@ -1,0 +1,190 @@
+"""What a recipe and overrides become, and how a wrong one is refused."""
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.errors import ConfigError
+from pretrain.config import RECIPES, fields, load, recipe_names, write
+from pretrain.yaml_subset import dump, parse
+
+
+def refusal(*overrides: str, recipe: str = "demo") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(recipe, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_resolves(name):
+    resolved = load(name)
+    assert resolved.config.run.dir == f"runs/{name}"
+    assert set(resolved.origins) == set(fields())
+
+
+def test_each_value_knows_where_it_came_from():
+    resolved = load("demo", ["train.steps=20", "model.kv_heads=2"])
+    origins = resolved.origins
+    assert resolved.config.train.steps == 20
+    assert origins["train.steps"] == "command line"
+    assert origins["model.kv_heads"] == "command line"
+    assert origins["model.hidden"] == "recipe demo"
+    assert origins["parallel.tp"] == "default"
+    assert origins["run.dir"].startswith("derived")
+    assert load("demo").origins["model.kv_heads"] == "derived: = model.heads"
+    assert resolved.config.data.cache == "runs/demo/index-cache"
+
+
+def test_the_later_override_wins():
+    assert load("demo", ["train.steps=20", "train.steps=30"]).config.train.steps == 30
+
+
+def test_written_configuration_is_a_recipe_of_itself(tmp_path):
+    resolved = load("demo", ["optimizer.lr=1e-3", "run.dir=2024", "resume=no"])
+    path = tmp_path / "config.yaml"
+    write(resolved, path)
+    again = load(path)
+    assert again.config == resolved.config
+    assert again.config.run.dir == "2024"
+    assert "# command line" in path.read_text()
+    assert yaml.safe_load(path.read_text())["optimizer"]["lr"] == 1e-3
+
+
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(alphabet=st.characters(exclude_categories=["C", "Z"])),
+        lambda inner: st.lists(inner, max_size=3),
+        max_leaves=5,
+    )
+)
+def test_dumped_values_are_read_back(value):
+    assert parse(dump(value), "") == value
+
+
+def test_recipe_extends_another(tmp_path):
+    (tmp_path / "base.yaml").write_text("extends: demo\ntrain: {steps: 7}\n")
+    child = tmp_path / "child.yaml"
+    child.write_text("extends: ./base.yaml\noptimizer: {lr: 1e-2}\n")
+    resolved = load(child)
+    assert resolved.config.train.steps == 7
+    assert resolved.config.optimizer.lr == 0.01
+    assert resolved.config.model.hidden == 128
+    assert resolved.origins["train.steps"] == f"recipe {tmp_path / 'base.yaml'}"
+    assert resolved.origins["model.hidden"] == "recipe demo"
+
+
+def test_recipes_in_a_circle_are_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("extends: ./b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: ./a.yaml\n")
+    assert "circle" in refusal(recipe=str(tmp_path / "a.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("train.global_bach=2", "did you mean train.global_batch?"),
+        ("optimiser.lr=2", "did you mean optimizer.lr?"),
+        ("lr=2", "did you mean optimizer.lr or outer.lr?"),
+        ("zzz=2", "--help"),
+        ("model=2", "is a section"),
+        ("train.steps", "key=value"),
+        ("model.hidden=[1", "not valid YAML"),
+        ("train.steps=ten", "train.steps=ten (command line): must be an integer > 0"),
+        ("train.steps=0", "must be an integer > 0"),
+        ("train.micro_batch=true", "must be an integer > 0"),
+        ("model.tie_head=1", "must be true or false"),
+        ("optimizer.name=moun", "must be muon or adamw; did you mean muon?"),
+        ("optimizer.momentum=1", "must be a number ≥ 0 and < 1"),
+        ("optimizer.lr=1e999", "must be a number > 0"),
+        ("run.dir=", "must be a text that is not empty"),
+        ("optimizer.schedule=wsd", "needs optimizer.decay_steps"),
+        ("optimizer.decay_steps=3", "is wsd's"),
+        ("train.stop_at=161", "after the last step"),
+    ],
+)
+def test_wrong_option_is_one_line_with_what_is_allowed(override, hint):
+    assert hint in refusal(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.hidden=130"], "model.hidden=130 must be a multiple of model.heads=4"),
+        (["model.hidden=12"], "even width"),
+        (["model.kv_heads=3"], "must be a multiple of model.kv_heads=3"),
+        (["parallel.tp=3"], "model.vocab_size=1024 must be a multiple of parallel.tp=3"),
+        (["parallel.tp=8"], "model.heads=4 must be a multiple of parallel.tp=8"),
+        (["parallel.pp=3"], "model.layers=4 must be a multiple of parallel.pp × parallel.inter"),
+        (["parallel.pp=2", "parallel.interleave=4"], "model.layers=4 must be a multiple of"),
+        (["parallel.interleave=2"], "needs parallel.pp"),
+        (
+            ["parallel.pp=2", "parallel.interleave=2", "train.micro_batch=32"],
+            "micro-batches in multiples of parallel.pp=2",
+        ),
+        (["parallel.sequence_parallel=true"], "needs parallel.tp"),
+        (
+            ["parallel.tp=2", "parallel.sequence_parallel=true", "model.sequence_length=127"],
+            "model.sequence_length=127 must be a multiple of parallel.tp=2",
+        ),
+        (["parallel.replicas=3"], "train.global_batch=32 must be a multiple of"),
+        (["parallel.replicas=2", "outer.interval=0"], "use parallel.dp"),
+        (
+            ["optimizer.schedule=wsd", "optimizer.decay_steps=151"],
+            "optimizer.decay_steps=151 must not exceed train.steps=160",
+        ),
+        (["parallel.cp=2"], "needs model.implementation=transformer_engine"),
+        (
+            ["parallel.pp=2", "model.tie_head=true", "train.overlap=true"],
+            "refuses train.overlap=true",
+        ),
+    ],
+)
+def test_combination_that_cannot_work_names_the_options(overrides, message):
+    assert message in refusal(*overrides)
+
+
+def test_recipe_errors_name_the_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    for text, hint in [
+        ("extends: demo\nmodel: {hiden: 3}\n", "did you mean model.hidden?"),
+        ("extends: demo\nmodel: 3\n", "is a section"),
+        ("extends: demo\ntrain: {steps: 1, steps: 2}\n", "'steps' stands twice"),
+        ("- 1\n", "must be a mapping"),
+        ("a: [", "not valid YAML"),
+        ("extends: demo\ntrain: {steps: ten}\n", "must be an integer"),
+    ]:
+        path.write_text(text)
+        message = refusal(recipe=str(path))
+        assert str(path) in message, message
+        assert hint in message
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in refusal(recipe=str(path))
+
+
+def test_missing_options_are_listed_together(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {layers: 2}\n")
+    message = refusal(recipe=str(path))
+    assert "model.hidden" in message
+    assert "optimizer.lr" in message
+    assert "data.blend" in message
+
+
+def test_unknown_recipe_gets_the_nearest_name():
+    assert "did you mean demo?" in refusal(recipe="dmo")
+    assert "is not there" in refusal(recipe="nowhere/mine.yaml")
+
+
+def test_every_option_has_a_line_of_documentation():
+    assert [key for key, field in fields().items() if not field.description] == []
+
+
+def test_recipes_lie_where_they_are_looked_for():
+    assert (RECIPES / "demo.yaml").is_file()
