@@ -1,7 +1,7 @@
 """The GPT that is trained: how it is built, and what its parameters are in whole."""
 
 from megatron_ext.model.attention import documents
-from megatron_ext.model.build import build, parameter_count, transformer_config
+from megatron_ext.model.build import build, parameter_count, skeleton, transformer_config
 from megatron_ext.model.config import ModelConfig
 from megatron_ext.model.logical import LogicalParameter, Segment, describe, logical_shapes
 
@@ -14,5 +14,6 @@ __all__ = [
     "documents",
     "logical_shapes",
     "parameter_count",
+    "skeleton",
     "transformer_config",
 ]

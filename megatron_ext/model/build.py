@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import gpt_model
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
@@ -57,12 +58,15 @@ def build(
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Parameters of the whole model, counted on a model without memory. Needs no processes."""
+    """Parameters of the whole model. Needs no processes and no memory."""
+    return sum(parameter.numel() for parameter in skeleton(model).parameters())
+
+
+def skeleton(model: ModelConfig) -> gpt_model.GPTModel:
+    """The whole model on the meta device: shapes and names without values or processes."""
     config = transformer_config(model, ParallelConfig(), precision="fp32", recompute="none")
-    alone = ProcessGroupCollection()
     with torch.device("meta"):
-        chunk = _build_chunk(model, config, alone, None)
-    return sum(parameter.numel() for parameter in chunk.parameters())
+        return _build_chunk(model, config, ProcessGroupCollection(), None)
 
 
 def transformer_config(
@@ -101,6 +105,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         # With batched sends the interleaved schedule of two stages computes wrong numbers.
         batch_p2p_comm=not interleaved,
+        overlap_p2p_comm=interleaved,
         deallocate_pipeline_outputs=True,
         # `initialize` fills the weights; they must not be drawn twice, nor on the device.
         perform_initialization=False,
@@ -174,10 +179,17 @@ def _refuse_what_cannot_work(model: ModelConfig, parallel: ParallelConfig) -> No
             f"model.document_masking=true with model.implementation={model.implementation}: only "
             "plain attention knows document boundaries; use model.implementation=plain"
         )
-    if max(parallel.tp, model.kv_heads) % min(parallel.tp, model.kv_heads):
+    if model.implementation == "transformer_engine" and not HAVE_TE:
         raise ConfigError(
-            f"model.kv_heads={model.kv_heads} must be a multiple or a divisor of "
-            f"parallel.tp={parallel.tp}"
+            "model.implementation=transformer_engine: Transformer Engine is not installed here; "
+            "install it or use model.implementation=plain"
+        )
+    qkv_rows = (model.heads + 2 * model.kv_heads) * model.head_dim
+    if qkv_rows % parallel.tp:
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} does not divide the {qkv_rows} rows of Q, K and V that "
+            f"model.heads={model.heads} and model.kv_heads={model.kv_heads} of width "
+            f"{model.head_dim} make; use another of them"
         )
 
 

@@ -67,6 +67,13 @@ class LogicalParameter:
     runs: tuple[Run, ...]
     shared_copy: bool = False  # tied embedding's second copy, on the last pipeline stage
 
+    def __post_init__(self) -> None:
+        if self.axis is not None and sum(run.length for run in self.runs) % self.tp:
+            raise ValueError(
+                f"{', '.join(self.names)}: {sum(run.length for run in self.runs)} rows or columns "
+                f"cannot be shared equally by {self.tp} tensor-parallel ranks"
+            )
+
     @property
     def names(self) -> tuple[str, ...]:
         """Logical names held, each once, in the order in which they first appear."""
@@ -167,12 +174,11 @@ def describe(
     The chunks may be wrapped (DDP). Raises UnknownParameterError for a parameter that is not
     described here or whose shape is not what the description says.
     """
-    shapes = logical_shapes(config)
     described = {}
     for chunk in model_chunks:
         model = _unwrap(chunk)
         for name, parameter in model.named_parameters():
-            logical = _describe_one(_with_global_layer(name, model), config, parallel.tp, shapes)
+            logical = describe_parameter(_with_global_layer(name, model), config, parallel.tp)
             if logical.local_shape != tuple(parameter.shape):
                 raise UnknownParameterError(
                     f"model parameter '{name}' has shape {tuple(parameter.shape)}, but "
@@ -181,6 +187,44 @@ def describe(
                 )
             described[parameter] = logical
     return described
+
+
+def describe_parameter(name: str, config: "ModelConfig", tp: int) -> LogicalParameter:
+    """The logical description of one parameter by its name in megatron-core's GPTModel.
+
+    The layer in the name counts from the model's first, whatever the pipeline stage. Raises
+    UnknownParameterError if the parameter is not described here.
+    """
+    shapes = logical_shapes(config)
+
+    def whole(logical_name: str, axis: int | None, **extra) -> LogicalParameter:
+        shape = shapes[logical_name]
+        run = Run(logical_name, shape, 0, shape[axis or 0])
+        return LogicalParameter(kind_of(logical_name), axis, tp, (run,), **extra)
+
+    if name == "embedding.word_embeddings.weight":
+        return whole("embedding", axis=0)
+    if name == "output_layer.weight":
+        if config.tie_head:
+            return whole("embedding", axis=0, shared_copy=True)
+        return whole("head", axis=0)
+    if name == "decoder.final_layernorm.weight":
+        return whole("final_norm", axis=None)
+
+    match = re.fullmatch(r"decoder\.(layers\.\d+)\.(.+)", name)
+    layer, rest = (match[1], match[2]) if match else ("", name)
+    if rest in _LAYER_NORMS:
+        return whole(f"{layer}.{_LAYER_NORMS[rest]}", axis=None)
+    if rest in _ROW_PARALLEL:
+        return whole(f"{layer}.{_ROW_PARALLEL[rest]}", axis=1)
+    if rest == "self_attention.linear_qkv.weight":
+        return LogicalParameter("matrix", 0, tp, _qkv_runs(layer, config, shapes))
+    if rest == "mlp.linear_fc1.weight":
+        return LogicalParameter("matrix", 0, tp, _gate_up_runs(layer, tp, shapes))
+    raise UnknownParameterError(
+        f"model parameter '{name}' has no description in {__name__}: its split into logical "
+        "matrices is unknown"
+    )
 
 
 # Parameter names below a layer -> logical name below the layer. Transformer Engine keeps the norms
@@ -208,45 +252,12 @@ def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def _with_global_layer(name: str, model: torch.nn.Module) -> str:
-    """`decoder.layers.0.x` of a pipeline stage -> `layers.<index in the whole model>.x`."""
-    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+    """The name with the layer's index in the whole model instead of in its pipeline chunk."""
+    match = re.fullmatch(r"(decoder\.layers)\.(\d+)\.(.+)", name)
     if match is None:
         return name
-    layer = model.decoder.layers[int(match[1])]
-    return f"layers.{layer.layer_number - 1}.{match[2]}"
-
-
-def _describe_one(
-    name: str, config: "ModelConfig", tp: int, shapes: dict[str, tuple[int, ...]]
-) -> LogicalParameter:
-    def whole(logical_name: str, axis: int | None, **extra) -> LogicalParameter:
-        shape = shapes[logical_name]
-        run = Run(logical_name, shape, 0, shape[axis or 0])
-        return LogicalParameter(kind_of(logical_name), axis, tp, (run,), **extra)
-
-    if name == "embedding.word_embeddings.weight":
-        return whole("embedding", axis=0)
-    if name == "output_layer.weight":
-        if config.tie_head:
-            return whole("embedding", axis=0, shared_copy=True)
-        return whole("head", axis=0)
-    if name == "decoder.final_layernorm.weight":
-        return whole("final_norm", axis=None)
-
-    match = re.fullmatch(r"(layers\.\d+)\.(.+)", name)
-    layer, rest = (match[1], match[2]) if match else ("", name)
-    if rest in _LAYER_NORMS:
-        return whole(f"{layer}.{_LAYER_NORMS[rest]}", axis=None)
-    if rest in _ROW_PARALLEL:
-        return whole(f"{layer}.{_ROW_PARALLEL[rest]}", axis=1)
-    if rest == "self_attention.linear_qkv.weight":
-        return LogicalParameter("matrix", 0, tp, _qkv_runs(layer, config, shapes))
-    if rest == "mlp.linear_fc1.weight":
-        return LogicalParameter("matrix", 0, tp, _gate_up_runs(layer, tp, shapes))
-    raise UnknownParameterError(
-        f"model parameter '{name}' has no description in {__name__}: its split into logical "
-        "matrices is unknown"
-    )
+    layer = model.decoder.layers[int(match[2])]
+    return f"{match[1]}.{layer.layer_number - 1}.{match[3]}"
 
 
 def _qkv_runs(

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -12,7 +11,6 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_ext.errors import ConfigError
 from megatron_ext.model.attention import CoreAttention
 from megatron_ext.model.config import ModelConfig
 from megatron_ext.model.norm import PostNormAdd, RMSNorm
@@ -21,10 +19,7 @@ from megatron_ext.model.norm import PostNormAdd, RMSNorm
 def block_submodules(
     model: ModelConfig, config: TransformerConfig, layers: int
 ) -> TransformerBlockSubmodules:
-    """Modules of a pipeline chunk of `layers` layers, and of the final norm.
-
-    Raises ConfigError where model.implementation asks for what is not there.
-    """
+    """Modules of a pipeline chunk of `layers` layers, and of the final norm."""
     if model.implementation == "transformer_engine":
         submodules, norm = _transformer_engine_layer()
     else:
@@ -59,11 +54,7 @@ def _plain_layer() -> TransformerLayerSubmodules:
 
 
 def _transformer_engine_layer() -> tuple[TransformerLayerSubmodules, type]:
-    if not HAVE_TE:
-        raise ConfigError(
-            "model.implementation=transformer_engine: Transformer Engine is not installed here; "
-            "install it or use model.implementation=plain"
-        )
+    # These modules exist only where Transformer Engine is installed.
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_with_transformer_engine_submodules,

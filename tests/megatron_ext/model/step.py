@@ -39,8 +39,8 @@ class Step:
 
 def model_config(**changes) -> ModelConfig:
     """A model of a few thousand parameters."""
-    small = dict(layers=4, hidden=32, heads=4, ffn=48, vocab_size=64, sequence_length=16)
-    return ModelConfig(**(small | changes))
+    small = {"layers": 4, "hidden": 32, "heads": 4, "ffn": 48}
+    return ModelConfig(**(small | {"vocab_size": 64, "sequence_length": 16} | changes))
 
 
 def megatron_step(
@@ -71,8 +71,8 @@ def reference_step(model: ModelConfig) -> Step:
     tokens, labels, cu_seqlens = (torch.cat(parts) for parts in zip(*batches(model), strict=True))
     document = None
     if model.document_masking:
-        positions = torch.arange(model.sequence_length)
-        document = torch.searchsorted(cu_seqlens, positions.expand(len(tokens), -1), right=True)
+        positions = torch.arange(model.sequence_length).repeat(len(tokens), 1)
+        document = torch.searchsorted(cu_seqlens, positions, right=True)
     loss = token_losses(weights, model, tokens, labels, document).mean()
     loss.backward()
     return Step(loss.item(), {name: weight.grad for name, weight in weights.items()})
