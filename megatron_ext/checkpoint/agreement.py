@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_ext.errors import PeerError, StackError
 from megatron_ext.replicas import Replicas
@@ -40,34 +41,37 @@ class Council:
         """Whether this process judges."""
         return self._seat == 0
 
-    def decide(self, what: str, word: Any, judge: Callable[[list[Any]], Any]) -> Any:
+    def decide(
+        self, what: str, word: Any, judge: Callable[[list[Any]], Any], patience: int = 1
+    ) -> Any:
         """Hand in `word`, and return what the chair's `judge` makes of all words, in seat order.
 
         A StackError that `judge` raises is raised on every member. Raises PeerError naming who
-        sent no word within the replicas' time-out. What is exchanged is pickled: it comes from
-        this run's own processes.
+        sent no word within `patience` times the replicas' time-out. What is exchanged is pickled:
+        it comes from this run's own processes.
         """
         key = f"{self._decisions}"
         self._store.set(f"{key}/{self._seat}", pickle.dumps(word))
         if self.is_chair:
-            verdict = self._judge(what, key, judge)
+            verdict = self._judge(what, key, judge, patience)
             self._store.set(f"{key}/verdict", pickle.dumps(verdict))
             # Everyone has handed in this word, so everyone has read the verdict before it.
             self._store.delete_key(f"{self._decisions - 1}/verdict")
         else:
-            self._wait(what, [f"{key}/verdict"], range(1))
+            # Longer than the chair, whose verdict may be that a third process is missing.
+            self._wait(what, [f"{key}/verdict"], range(1), patience + 1)
             verdict = pickle.loads(self._store.get(f"{key}/verdict"))
         self._decisions += 1
         if isinstance(verdict, StackError):
             raise verdict
         return verdict
 
-    def _judge(self, what: str, key: str, judge: Callable[[list[Any]], Any]) -> Any:
+    def _judge(self, what: str, key: str, judge: Callable[[list[Any]], Any], patience: int) -> Any:
         """The verdict, or the error that stands for it."""
         seats = range(len(self._members))
         keys = [f"{key}/{seat}" for seat in seats]
         try:
-            self._wait(what, keys, seats)
+            self._wait(what, keys, seats, patience)
             words = [pickle.loads(word) for word in self._store.multi_get(keys)]
             return judge(words)
         except StackError as error:
@@ -80,8 +84,8 @@ class Council:
             for word in keys:
                 self._store.delete_key(word)
 
-    def _wait(self, what: str, keys: list[str], seats: range) -> None:
-        timeout_seconds = self._replicas.timeout_seconds
+    def _wait(self, what: str, keys: list[str], seats: range, patience: int) -> None:
+        timeout_seconds = patience * self._replicas.timeout_seconds
         try:
             self._store.wait(keys, timedelta(seconds=timeout_seconds))
         except dist.DistError:
@@ -117,5 +121,7 @@ class Failure:
 
 def describe(error: BaseException) -> str:
     """One line that says what went wrong."""
+    if isinstance(error, CheckpointException):  # torch's bundle of the errors of several ranks
+        error = next(iter(error.failures.values()))[0]
     lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__
+    return lines[0].strip() if lines else type(error).__name__

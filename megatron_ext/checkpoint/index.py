@@ -74,8 +74,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
-            raise DataError(
-                f"the index holds a foreign object, {module}.{name}; nothing in it was run"
+            raise pickle.UnpicklingError(
+                f"it holds a foreign object, {module}.{name}; nothing in it was run"
             )
         return super().find_class(module, name)
 

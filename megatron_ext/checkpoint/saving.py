@@ -30,7 +30,7 @@ from megatron_ext.checkpoint.agreement import Council, Failure
 from megatron_ext.checkpoint.manifest import FileRecord, Manifest
 from megatron_ext.checkpoint.state import RANDOM_KIND, SHARED_KINDS, StateTensor, TrainingState
 from megatron_ext.checkpoint.storage import Writing
-from megatron_ext.errors import TrainingError
+from megatron_ext.errors import PeerError, TrainingError
 from megatron_ext.replicas import Replicas
 
 COUNTERS = "counters.json"
@@ -100,11 +100,15 @@ class Save:
         """Write, agree, commit. Raises TrainingError on every process if any of them failed."""
         what = f"checkpoint of step {self._step}"
         everyone.decide(f"{what}: space", (self._bytes, self._failure.error), self._check_space)
-        in_replica.decide(f"{what}: files", self._write(), self._finish_folders)
+        try:
+            in_replica.decide(f"{what}: files", self._write(), self._finish_folders)
+        except PeerError as error:
+            self._failure.error = str(error)
         return everyone.decide(
             f"{what}: commit",
             (self._files, self._failure.error),
             lambda words: self._commit(words, keep_last),
+            patience=3,  # more than another replica may have needed to see that it lacks a rank
         )
 
     def _parts(self, state: TrainingState) -> dict[str, list[StateTensor]]:

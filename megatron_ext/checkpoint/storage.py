@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ext.checkpoint import index
+from megatron_ext.checkpoint.agreement import describe
 from megatron_ext.checkpoint.folders import sync
 from megatron_ext.checkpoint.state import StateTensor
 from megatron_ext.errors import DataError
@@ -91,7 +92,7 @@ def read(folder: Path, tensors: Iterable[StateTensor]) -> None:
     try:
         strategy.load(_sharded(tensors), folder)
     except (CheckpointException, Exception) as error:
-        raise DataError(f"{folder} cannot be loaded: {error}") from error
+        raise DataError(f"{folder} cannot be loaded: {describe(error)}") from error
 
 
 class _Strategy(torch_strategies.TorchDistSaveShardedStrategy):

@@ -89,7 +89,7 @@ def test_nothing_is_overwritten(tmp_path):
 
 def test_another_number_of_replicas_is_refused_by_name(tmp_path):
     run(_save, 1, tmp_path, ParallelConfig(), 1, [5])
-    with pytest.raises(ConfigError, match="holds 1 replicas and parallel.replicas is 2"):
+    with pytest.raises(ConfigError, match=r"holds 1 replicas and parallel.replicas is 2"):
         run(_load, 2, tmp_path, ParallelConfig(replicas=2), 1, 5)
 
 
@@ -132,6 +132,6 @@ def _save_with_hole(rank: int, folder: Path):
 
 
 def test_a_parameter_that_nobody_owns_in_part_is_not_saved_as_if_whole(tmp_path):
-    with pytest.raises(TrainingError, match="master.embedding: the blocks .* hold"):
+    with pytest.raises(TrainingError, match=r"master.embedding: the blocks .* hold"):
         run(_save_with_hole, 1, tmp_path)
     assert list(tmp_path.iterdir()) == []
