@@ -8,7 +8,7 @@ for each inner rank (`Replicas.link`) and small notes in the rendezvous store.
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 
@@ -80,7 +80,11 @@ class Replicas:
         """Shared by all processes; another thread needs a `store.clone()`."""
         self.timeout_seconds = timeout_seconds
         self.link: ProcessGroup | None = None
-        """The same rank of all replicas, in their order; None with one replica."""
+        """The same rank of all replicas, in their order; None with one replica.
+
+        Call its own methods, as in `link.allreduce([tensor]).wait()`: torch's functions want groups
+        of the default group's ranks.
+        """
         self._presence = Presence(
             PrefixStore("presence", store), launcher_rank, parallel.world_size
         )
@@ -115,6 +119,15 @@ class Replicas:
 
         Raises PeerError naming `what` is waited for and who is missing.
         """
+        with self.guard(what):
+            missing = self._missing_at_barrier()
+        if missing:
+            raise PeerError(
+                f"{what}: no word within {self.timeout_seconds:g} s from {self.names(missing)}"
+            )
+
+    def _missing_at_barrier(self) -> list[int]:
+        """Wait until all have come or the time is over; returns who has not come."""
         key, previous = f"barrier/{self._barriers}", f"barrier/{self._barriers - 1}"
         self._barriers += 1
         self.store.set(f"{key}/{self.launcher_rank}", "")
@@ -128,11 +141,8 @@ class Replicas:
             self.store.wait([f"{key}/open"], timedelta(seconds=self.timeout_seconds))
         except dist.DistStoreError:
             everybody = range(self.parallel.world_size)
-            missing = [r for r in everybody if not self.store.check([f"{key}/{r}"])]
-            if missing:
-                raise PeerError(
-                    f"{what}: no word within {self.timeout_seconds:g} s from {self.names(missing)}"
-                ) from None
+            return [rank for rank in everybody if not self.store.check([f"{key}/{rank}"])]
+        return []
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
@@ -150,22 +160,31 @@ class Replicas:
         In this order: processes that ended with an error, that give no sign of life, that are
         behind. Takes 2.5 s, to tell a silent process from one that is busy.
         """
+        try:
+            return PeerError(f"{what}: {self._culprits(error)}")
+        except RuntimeError:
+            return PeerError(
+                f"{what}: the rendezvous store no longer answers; "
+                "the launcher, or the process that hosts the store, has ended"
+            )
+
+    def _culprits(self, error: BaseException) -> str:
         others = [r for r in range(self.parallel.world_size) if r != self.launcher_rank]
         silent = self._presence.silent()
         failures = self._presence.failures()
         if failures:
             rank, reason = next(iter(failures.items()))
-            return PeerError(f"{what}: {self.names([rank])} failed: {reason}")
+            return f"{self.names([rank])} failed: {reason}"
         if silent:
-            return PeerError(f"{what}: no sign of life from {self.names(silent)}")
+            return f"no sign of life from {self.names(silent)}"
         steps = self._presence.steps(others)
         own = self._presence.steps([self.launcher_rank])[self.launcher_rank]
         behind = [rank for rank in others if steps.get(rank, -1) < own]
         here = [rank for rank in behind if rank // self.world_size == self.index]
         if behind:
-            return PeerError(f"{what}: waited in vain for {self.names(here or behind)}")
+            return f"waited in vain for {self.names(here or behind)}"
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return PeerError(f"{what}: a collective failed while every process is alive: {reason}")
+        return f"a collective failed while every process is alive: {reason}"
 
     def names(self, launcher_ranks: Iterable[int]) -> str:
         """Like "replica 1 rank 0 (last seen at step 97), …", for a message."""
@@ -183,7 +202,9 @@ class Replicas:
         """Leave the run, because of `error` or in good order."""
         # Who ends because of a peer is not the cause that others should name.
         cause = error is not None and not isinstance(error, PeerError)
-        self._presence.leave(f"{error or type(error).__name__}" if cause else "")
+        # Without the store nobody is left to be told.
+        with suppress(RuntimeError):
+            self._presence.leave(f"{error or type(error).__name__}" if cause else "")
         self.link = None
         if dist.is_initialized():
             dist.destroy_process_group()
