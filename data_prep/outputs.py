@@ -1,0 +1,205 @@
+"""What a finished output folder holds beside the indexed files."""
+
+import importlib.metadata
+import json
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from data_prep import files
+from data_prep.assemble import Output, Target
+from data_prep.errors import DataError, UsageError
+from data_prep.plan import Plan, Scan, Unit
+from data_prep.work import MANIFEST, WorkFolder
+
+PROVENANCE = "provenance.jsonl"
+REJECTS = "rejects.jsonl"
+BLEND = "blend.yaml"
+TOKENIZER_FOLDER = "tokenizer"
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that a run has made, ready to be published."""
+
+    plan: Plan
+    scans: dict[int, Scan]
+    done: list[tuple[Unit, dict]]  # units with their receipts, in output order
+    targets: list[Target]
+    outputs: list[Output]
+    library: str
+
+
+def publish(work: WorkFolder, result: Result) -> dict:
+    """Move everything to its place; the manifest comes last and makes it valid.
+
+    Each step may be repeated after a crash. Returns the manifest.
+    """
+    out = work.out
+    for output in result.outputs:
+        for suffix in (".bin", ".idx"):
+            name = output.prefix + suffix
+            source = work.path / "assembled" / name
+            if source.exists():
+                (out / name).parent.mkdir(parents=True, exist_ok=True)
+                source.replace(out / name)
+        files.sync_folder((out / output.prefix).parent)
+    _join_rejects(work, result)
+    files.write_text(out / PROVENANCE, "".join(map(files.json_line, provenance(result.targets))))
+    tokenizer = _keep_tokenizer(out, Path(result.plan.tokenizer_path))
+    made = manifest(result, tokenizer)
+    files.write_text(out / BLEND, yaml.safe_dump(blend(made), sort_keys=False, width=1000))
+    files.write_json(out / MANIFEST, made)
+    return made
+
+
+def manifest(result: Result, tokenizer_name: str) -> dict:
+    """The record of a run. Equal runs give equal manifests: it holds no times."""
+    return {
+        **{key: value for key, value in result.plan.identity().items() if key != "inputs"},
+        "tokenizer": {"path": tokenizer_name, **result.plan.tokenizer},
+        "versions": {"data_prep": "1", "library": result.library, "numpy": _version("numpy")},
+        "root": result.plan.root,
+        "inputs": _inputs(result),
+        "outputs": [
+            {
+                "path": f"{output.prefix}.bin",
+                "bytes": output.bytes,
+                "sha256": output.sha256,
+                "documents": output.documents,
+                "tokens": output.tokens,
+                "dtype": output.dtype,
+                "split": output.split,
+                "prefix": output.prefix,
+                "index": {
+                    "path": f"{output.prefix}.idx",
+                    "bytes": output.index_bytes,
+                    "sha256": output.index_sha256,
+                },
+            }
+            for output in result.outputs
+        ],
+    }
+
+
+def _inputs(result: Result) -> list[dict]:
+    rows: dict[int, dict] = {}
+    for index, scan in result.scans.items():
+        item = result.plan.inputs[index]
+        rows[index] = {
+            "path": item.name,
+            "partition": item.partition,
+            "bytes": item.bytes,
+            "sha256": scan.sha256,
+            "records": 0,
+            "documents": 0,
+            "skipped": Counter(),
+            "tokens": 0,
+        }
+    for unit, receipt in result.done:
+        row = rows[unit.input]
+        row["records"] += receipt["records"]
+        row["skipped"].update(receipt["skipped"])
+        for part in receipt["parts"].values():
+            row["documents"] += part["documents"]
+            row["tokens"] += part["tokens"]
+    for row in rows.values():
+        row["skipped"] = dict(sorted(row["skipped"].items()))
+    return [rows[index] for index in sorted(rows)]
+
+
+def provenance(targets: list[Target]) -> list[dict]:
+    """Which unit of which input each run of documents came from (see locate)."""
+    rows = []
+    for target in targets:
+        first = 0
+        for piece in target.pieces:
+            rows.append(
+                {
+                    "prefix": target.prefix,
+                    "first_document": first,
+                    "documents": piece.documents,
+                    "input": piece.unit.input,
+                    "start": piece.unit.start,
+                    "end": piece.unit.end,
+                    "first_record": piece.unit.first_record,
+                }
+            )
+            first += piece.documents
+    return rows
+
+
+def blend(manifest: dict) -> dict:
+    """What training reads: weights by tokens, which sum to 1 in each list."""
+    tokenizer = manifest["tokenizer"]
+    described = {
+        key: tokenizer[key] for key in ("kind", "path", "fingerprint", "vocab_size", "eod")
+    }
+    made: dict = {"format": 1, "tokenizer": described}
+    for split in ("train", "validation"):
+        rows = [row for row in manifest["outputs"] if row["split"] == split]
+        tokens = sum(row["tokens"] for row in rows)
+        if rows:
+            made[split] = [
+                {
+                    "prefix": row["prefix"],
+                    "weight": row["tokens"] / tokens,
+                    "documents": row["documents"],
+                    "tokens": row["tokens"],
+                }
+                for row in rows
+            ]
+    return made
+
+
+def _join_rejects(work: WorkFolder, result: Result) -> None:
+    """One file in output order, absent where there is nothing to say."""
+    fresh = work.path / "fresh" / REJECTS
+    with fresh.open("wb") as joined:
+        for unit, _ in result.done:
+            path = work.unit_folder(unit) / REJECTS
+            if path.stat().st_size:
+                joined.write(path.read_bytes())
+    if fresh.stat().st_size:
+        fresh.replace(work.out / REJECTS)
+
+
+def _keep_tokenizer(out: Path, path: Path) -> str:
+    """Copy the vocabulary into the output, so that it can be decoded for as long as it lives."""
+    kept = out / TOKENIZER_FOLDER / path.name
+    kept.parent.mkdir(exist_ok=True)
+    shutil.copyfile(path, kept)
+    return kept.relative_to(out).as_posix()
+
+
+def _version(package: str) -> str:
+    return importlib.metadata.version(package)
+
+
+def read_manifest(out: Path) -> dict:
+    """The manifest of a finished output.
+
+    Raises:
+        UsageError: there is none. DataError: it is damaged.
+    """
+    path = out / MANIFEST
+    if not path.is_file():
+        raise UsageError(f"{out}: holds no {MANIFEST}, so it is no finished output of data_prep")
+    try:
+        return files.read_json(path)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: is damaged ({error})") from error
+
+
+def read_blend(path: Path) -> dict:
+    """A blend file. Raises DataError where it is damaged."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: is no YAML ({error})") from error
+    if not isinstance(found, dict) or found.get("format") != 1:
+        raise DataError(f"{path}: is no blend of format 1")
+    return found

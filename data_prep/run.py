@@ -1,0 +1,206 @@
+"""`tokenize`: find, scan, tokenise, assemble, publish. Each step takes up where a run broke off."""
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep import assemble, estimate, files, outputs, sources
+from data_prep.errors import DataError, DataPrepError
+from data_prep.executor import LocalPool, Task, run_in_process
+from data_prep.plan import Input, Options, Plan, Unit
+from data_prep.progress import Reporter
+from data_prep.records import BAD_REASONS
+from data_prep.tokenizers.encoder import Encoder
+from data_prep.tokenizers.load import load_encoder
+from data_prep.work import MANIFEST, WorkFolder, refuse_other
+from data_prep.worker import Step
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for."""
+
+    given: Path
+    tokenizer: Path
+    out: Path
+    options: Options
+    bos: str | None = None
+    eod: str | None = None
+    root: Path | None = None
+    workers: int = 1
+    shard: tuple[int, int] = (0, 1)
+
+
+def tokenize(request: Request, reporter: Reporter) -> dict:
+    """Do what is asked and return the manifest; nothing but the manifest of a finished run anew."""
+    encoder = load_encoder(request.tokenizer, request.bos, request.eod)
+    plan = make_plan(request, encoder)
+    if finished := finished_manifest(request.out, plan):
+        return finished
+    work = WorkFolder(request.out)
+    work.lock()
+    try:
+        work.begin(plan)
+        with _executor(plan, work, request.workers) as run:
+            made = _Run(plan, work, encoder, reporter, run).execute()
+        work.remove()
+        return made
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DataPrepError(
+            f"{request.out}: the disk is full; finished units are kept: make room and run the "
+            "same command again"
+        ) from error
+    finally:
+        work.unlock()
+
+
+def make_plan(request: Request, encoder: Encoder) -> Plan:
+    found = sources.find(request.given, request.root, request.options.where)
+    given = request.given.absolute()
+    root = given if given.is_dir() else (request.root or given.parent).absolute()
+    return Plan(
+        options=request.options,
+        inputs=tuple(Input.of(source) for source in found),
+        tokenizer=encoder.identity().as_dict(),
+        tokenizer_path=str(encoder.path.absolute()),
+        root=str(root),
+        shard=request.shard,
+    )
+
+
+def finished_manifest(out: Path, plan: Plan) -> dict | None:
+    """The manifest that `out` holds already, if it is that of this plan; None if it holds none."""
+    if not (out / MANIFEST).exists():
+        return None
+    manifest = outputs.read_manifest(out)
+    identity = plan.identity()
+    old = {key: manifest[key] for key in ("format", "options", "shard")}
+    old["tokenizer"] = {key: manifest["tokenizer"].get(key) for key in identity["tokenizer"]}
+    hashes = {row["path"]: row["sha256"] for row in manifest["inputs"]}
+    old["inputs"] = {row["path"]: f"{row['bytes']} bytes" for row in manifest["inputs"]}
+    mine = {plan.inputs[index].name for index in plan.inputs_of_shard()}
+    identity["inputs"] = {k: v for k, v in identity["inputs"].items() if k in mine}
+    changed = [
+        item.name
+        for item in plan.inputs
+        if item.name in hashes and files.sha256_of(Path(item.path)) != hashes[item.name]
+    ]
+    refuse_other(out, old, identity, changed)
+    if (leftover := WorkFolder(out)).path.exists():
+        leftover.lock()
+        leftover.remove()
+        leftover.unlock()
+    return manifest
+
+
+@contextlib.contextmanager
+def _executor(plan: Plan, work: WorkFolder, workers: int) -> Iterator[Callable]:
+    """A function that runs tasks; its processes start before any thread of the progress display."""
+    if workers == 1:
+        yield lambda tasks, listen: run_in_process(plan, work, tasks, listen)
+    else:
+        with LocalPool(plan, work, workers) as pool:
+            yield pool.run
+
+
+class _Run:
+    """One run over one plan."""
+
+    def __init__(
+        self, plan: Plan, work: WorkFolder, encoder: Encoder, reporter: Reporter, run: Callable
+    ):
+        self.plan = plan
+        self.work = work
+        self.encoder = encoder
+        self.reporter = reporter
+        self.run = run
+        self.bad = 0
+        self.bad_allowed = 0
+
+    def execute(self) -> dict:
+        self.scan()
+        units = list(self.plan.units(self.scans))
+        estimate.check_space(self.work, self.plan, self.scans, units, self.encoder)
+        self.tokenize(units)
+        done = [(unit, self.work.receipt(unit)) for unit in units]
+        self.check_documents(done)
+        targets = assemble.targets(self.plan, done)
+        result = outputs.Result(
+            plan=self.plan,
+            scans=self.scans,
+            done=done,
+            targets=targets,
+            outputs=self.assemble(targets),
+            library=self.encoder.tokenizer.library,
+        )
+        return outputs.publish(self.work, result)
+
+    def scan(self) -> None:
+        indices = self.plan.inputs_of_shard()
+        missing = [index for index in indices if self.work.scan(index) is None]
+        inputs = self.plan.inputs
+        self.reporter.phase("scan", sum(inputs[index].bytes for index in missing))
+        self.run([Task("scan", index, inputs[index].name) for index in missing], self._listen)
+        self.scans = {index: self.work.scan(index) for index in indices}
+
+    def tokenize(self, units: list[Unit]) -> None:
+        receipts = {unit: self.work.receipt(unit) for unit in units}
+        waiting = [unit for unit, receipt in receipts.items() if receipt is None]
+        records = sum(scan.records for scan in self.scans.values())
+        self.bad_allowed = int(self.plan.options.max_bad * records)
+        self.reporter.phase("tokenize", sum(unit.end - unit.start for unit in waiting))
+        self._count_bad(sum(bad_of(receipt) for receipt in receipts.values() if receipt))
+        self.run([Task("tokenize", unit, self._label(unit)) for unit in waiting], self._listen)
+
+    def _label(self, unit: Unit) -> str:
+        return f"{self.plan.inputs[unit.input].name} [{unit.start}, {unit.end})"
+
+    def _listen(self, worker: int, label: str, step: Step, finished: bool) -> None:
+        self.reporter.worker(worker, "" if finished else label)
+        self.reporter.advance(step.read_bytes, step.documents, step.tokens)
+        self._count_bad(step.bad)
+
+    def _count_bad(self, bad: int) -> None:
+        """Bound the bad by all records, which the scan knows, so that a run can stop early."""
+        self.bad += bad
+        if self.bad > self.bad_allowed:
+            raise DataError(
+                f"{self.bad} bad records exceed --max-bad {float(self.plan.options.max_bad):.4%} "
+                f"({self.bad_allowed} records); see rejects.jsonl below {self.work.path / 'units'}"
+            )
+
+    def check_documents(self, done: list[tuple[Unit, dict]]) -> None:
+        """A run that gives nothing is a mistake somewhere; one shard of many may be empty."""
+        if self.plan.shard[1] > 1:
+            return
+        counts = {
+            split: sum(receipt["parts"][split]["documents"] for _, receipt in done)
+            for split in ("train", "validation")
+        }
+        records = sum(receipt["records"] for _, receipt in done)
+        if not sum(counts.values()):
+            raise DataError(
+                f"{self.plan.root}: {len(self.plan.inputs)} files with {records} records gave no "
+                "documents: all are blank or empty"
+            )
+        if self.plan.options.validation and not counts["validation"]:
+            raise DataError(
+                f"--validation {float(self.plan.options.validation):.4%} took none of "
+                f"{counts['train']} documents; hold out more"
+            )
+
+    def assemble(self, targets: list[assemble.Target]) -> list[assemble.Output]:
+        size = self.encoder.dtype.itemsize
+        self.reporter.phase("assemble", sum(target.tokens for target in targets) * size)
+        return [
+            assemble.assemble(self.work, target, self.encoder.dtype, self.reporter.advance)
+            for target in targets
+        ]
+
+
+def bad_of(receipt: dict) -> int:
+    return sum(n for reason, n in receipt["skipped"].items() if reason in BAD_REASONS)

@@ -1,0 +1,126 @@
+"""Which files to read, in which order, and the partition that each belongs to."""
+
+import gzip
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.errors import DataError, UsageError
+
+LIST_SUFFIXES = (".paths", ".paths.gz", ".txt", ".list")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file.
+
+    `name` is its path relative to the root of the input: the same base name occurs in several
+    partitions of Nemotron-CC, so nothing may be keyed by base name.
+    """
+
+    path: str
+    name: str
+    partition: str
+
+
+def find(given: Path, root: Path | None = None, where: str = "") -> list[Source]:
+    """The input files below `given` (a file, a list of paths, or a tree), in order of name.
+
+    `root` is the folder that a list's paths are relative to (default: the list's own folder).
+    `where` selects by Hive keys, as in `quality=high,medium-high kind=actual`.
+    """
+    if not given.exists():
+        raise UsageError(f"input {given}: there is no such file or folder")
+    given = given.absolute()
+    if given.is_dir():
+        base, names = given, _names_in_tree(given)
+    elif given.name.endswith(LIST_SUFFIXES):
+        base = (root or given.parent).absolute()
+        names = _names_in_list(given, base)
+    else:
+        base, names = given.parent, [given.name]
+    if not names:
+        raise DataError(f"input {given}: holds no files")
+    outer = _hive_tail(base)
+    sources = [
+        Source(str(base / name), name, "/".join((*outer, *_hive(name))) or "all")
+        for name in sorted(names, key=os.fsencode)
+    ]
+    return _select(sources, where)
+
+
+def _names_in_tree(base: Path) -> list[str]:
+    names = []
+    for folder, subfolders, files in os.walk(base, followlinks=True):
+        # Leading dots and underscores mark what writers leave beside data (.crc, _SUCCESS).
+        subfolders[:] = [name for name in subfolders if not name.startswith((".", "_"))]
+        relative = Path(folder).relative_to(base)
+        names += [(relative / name).as_posix() for name in files if name[0] not in "._"]
+    return names
+
+
+def _names_in_list(path: Path, base: Path) -> list[str]:
+    raw = path.read_bytes()
+    try:
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"list {path}: cannot be read ({error})") from error
+    names = [line.strip() for line in text.split("\n") if line.strip()]
+    if duplicates := len(names) - len(set(names)):
+        raise DataError(f"list {path}: {duplicates} paths occur more than once")
+    if missing := [name for name in names if not (base / name).is_file()]:
+        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise DataError(
+            f"list {path}: {len(missing)} of {len(names)} files are not below {base}: {shown}; "
+            "download them, or name the folder they are relative to with --root"
+        )
+    return names
+
+
+def _hive(name: str) -> list[str]:
+    return [part for part in Path(name).parent.parts if "=" in part]
+
+
+def _hive_tail(base: Path) -> list[str]:
+    """Hive folders that end `base` itself, so that naming a subtree keeps its partition."""
+    tail: list[str] = []
+    for part in reversed(base.parts):
+        if "=" not in part:
+            break
+        tail.insert(0, part)
+    return tail
+
+
+def parse_where(where: str) -> dict[str, set[str]]:
+    """`quality=high,low kind=actual` as `{"quality": {"high", "low"}, "kind": {"actual"}}`."""
+    wanted: dict[str, set[str]] = {}
+    for term in where.split():
+        key, equals, values = term.partition("=")
+        if not (key and equals and all(values.split(","))):
+            raise UsageError(f"--where: {term!r} is not of the form key=value[,value…]")
+        wanted.setdefault(key, set()).update(values.split(","))
+    return wanted
+
+
+def _select(sources: list[Source], where: str) -> list[Source]:
+    keys = [
+        dict(part.split("=", 1) for part in source.partition.split("/") if "=" in part)
+        for source in sources
+    ]
+    wanted = parse_where(where)
+    for key, values in wanted.items():
+        present = {found[key] for found in keys if key in found}
+        if not present:
+            known = ", ".join(sorted({key for found in keys for key in found})) or "none"
+            raise UsageError(f"--where: no input has the key {key!r} (keys in the paths: {known})")
+        if unknown := sorted(values - present):
+            there = ", ".join(sorted(present))
+            raise UsageError(f"--where: no input has {key}={unknown[0]} (there are: {there})")
+    selected = [
+        source
+        for source, found in zip(sources, keys, strict=True)
+        if all(found.get(key) in values for key, values in wanted.items())
+    ]
+    if not selected:
+        raise UsageError(f"--where {where!r}: no input file matches all of its terms")
+    return selected

@@ -1,0 +1,1 @@
+"""Tokenizer libraries behind one adapter; `load` picks the adapter by the file's content."""

@@ -1,0 +1,173 @@
+"""`OUT/.work`: the lock, the plan, and the receipts of what is finished.
+
+.work/lock                       held while a run works; the kernel frees it when the run dies
+.work/plan.json                  the plan that everything else here belongs to
+.work/scans/<input>.json         one receipt per scanned input
+.work/units/<input>/<unit>/      one folder per finished unit, put there by a single rename:
+                                 receipt.json, <split>.bin, <split>.lengths, rejects.jsonl
+.work/fresh/                     what is being written
+.work/assembled/                 outputs that are being put together from the units
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+from data_prep import files
+from data_prep.errors import UsageError
+from data_prep.plan import Plan, Scan, Unit, differences
+
+MANIFEST = "manifest.json"
+
+
+class WorkFolder:
+    """Work in progress below an output folder."""
+
+    def __init__(self, out: Path):
+        self.out = out
+        self.path = out / ".work"
+        self._lock = -1
+
+    # --- one run at a time
+
+    def lock(self) -> None:
+        """Hold the output folder. A lock is stale exactly when the kernel grants it.
+
+        Raises:
+            UsageError: another run holds it; names its host and process.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        path = self.path / "lock"
+        self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The former holder removes .work when it ends: what was locked may be gone.
+            if path.stat().st_ino != os.fstat(self._lock).st_ino:
+                raise BlockingIOError
+        except (BlockingIOError, FileNotFoundError) as error:
+            holder = os.read(self._lock, 200).decode(errors="replace").strip() or "another run"
+            os.close(self._lock)
+            raise UsageError(f"{self.out}: {holder} is working here; wait for it to end") from error
+        os.ftruncate(self._lock, 0)
+        os.write(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    def unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def remove(self) -> None:
+        """Delete all work; the lock's file goes last."""
+        for entry in self.path.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != "lock":
+                entry.unlink()
+        (self.path / "lock").unlink()
+        self.path.rmdir()
+
+    # --- the plan
+
+    def begin(self, plan: Plan) -> None:
+        """Adopt the work of an interrupted run of the same plan, or begin.
+
+        Raises:
+            UsageError: the folder holds work of another plan; says what differs.
+        """
+        path = self.path / "plan.json"
+        identity = plan.identity()
+        if path.exists():
+            old = going_on(files.read_json(path), identity)
+            for index, item in enumerate(plan.inputs):
+                # Of an input that was never read to its end, nothing has been used.
+                if item.name in old["inputs"] and self.scan(index) is None:
+                    old["inputs"][item.name] = identity["inputs"][item.name]
+            refuse_other(self.out, old, identity, self._changed(plan))
+        elif strays := [*self.out.glob("**/*.bin"), *self.out.glob("**/*.idx")]:
+            raise UsageError(
+                f"{self.out}: holds {strays[0].name}, which no manifest accounts for; "
+                "choose another output folder"
+            )
+        shutil.rmtree(self.path / "fresh", ignore_errors=True)
+        for name in ("scans", "units", "fresh", "assembled"):
+            (self.path / name).mkdir(exist_ok=True)
+        files.write_json(path, identity)
+        (self.path / "mtimes.json").write_text(
+            json.dumps([item.mtime_ns for item in plan.inputs]), encoding="utf-8"
+        )
+
+    def _changed(self, plan: Plan) -> list[str]:
+        """Inputs touched since they were scanned, whose content is no longer what was read."""
+        path = self.path / "mtimes.json"
+        known = json.loads(path.read_text()) if path.exists() else []
+        changed = []
+        for index, (item, mtime_ns) in enumerate(zip(plan.inputs, known, strict=False)):
+            scan = self.scan(index)
+            touched = item.mtime_ns != mtime_ns
+            if scan and touched and files.sha256_of(Path(item.path)) != scan.sha256:
+                changed.append(item.name)
+        return changed
+
+    # --- receipts
+
+    def scan(self, index: int) -> Scan | None:
+        path = self._scan_path(index)
+        return Scan.from_dict(files.read_json(path)) if path.exists() else None
+
+    def commit_scan(self, index: int, scan: Scan) -> None:
+        files.write_json(self._scan_path(index), scan.as_dict())
+
+    def _scan_path(self, index: int) -> Path:
+        return self.path / "scans" / f"{index:06d}.json"
+
+    def unit_folder(self, unit: Unit) -> Path:
+        return self.path / "units" / unit.name
+
+    def receipt(self, unit: Unit) -> dict | None:
+        path = self.unit_folder(unit) / "receipt.json"
+        return files.read_json(path) if path.exists() else None
+
+    def fresh_folder(self, unit: Unit) -> Path:
+        """An empty folder of this process's own to write a unit into."""
+        name = f"{unit.name.replace('/', '-')}-{socket.gethostname()}-{os.getpid()}"
+        folder = self.path / "fresh" / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def commit_unit(self, unit: Unit, fresh: Path, receipt: dict) -> None:
+        """Publish a finished unit with one rename; a twin that came first stays."""
+        files.write_json(fresh / "receipt.json", receipt)
+        target = self.unit_folder(unit)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            fresh.rename(target)
+        except OSError:
+            if self.receipt(unit) is None:
+                raise
+            shutil.rmtree(fresh)
+        files.sync_folder(target.parent)
+
+
+def refuse_other(out: Path, old: dict, new: dict, changed: list[str]) -> None:
+    """Raise UsageError with a diff unless the identities `old` and `new` agree."""
+    found = differences(old, new) + [f"inputs.{name}: content changed" for name in changed]
+    if found:
+        raise UsageError(
+            f"{out}: belongs to another run, and was left as it is; choose another output folder, "
+            "or delete this one. What differs: " + "; ".join(found[:20])
+        )
+
+
+def going_on(old: dict, new: dict) -> dict:
+    """`old` as a resumed run may see it: a stopped run may go on with `--bad-records skip`.
+
+    Units that were finished under `stop` held no bad record, so they are the same under `skip`.
+    """
+    options = {**old["options"], "max_bad": new["options"]["max_bad"]}
+    if options["bad_records"] == "stop":
+        options["bad_records"] = new["options"]["bad_records"]
+    return {**old, "options": options}

@@ -1,0 +1,196 @@
+"""The two kinds of task: scan an input, tokenise a unit. The same code for every executor."""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from data_prep import files, reading, records
+from data_prep.errors import DataError
+from data_prep.plan import Plan, Unit
+from data_prep.reading import Item
+from data_prep.tokenizers.encoder import Encoder
+from data_prep.tokenizers.load import load_encoder
+from data_prep.work import WorkFolder
+
+SPLITS = ("train", "validation")
+_BATCH_CHARACTERS = 1 << 19
+_BATCH_DOCUMENTS = 512
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a worker did since its last report."""
+
+    read_bytes: int = 0  # of input, decompressed; of the file as it lies while scanning
+    documents: int = 0
+    tokens: int = 0
+    bad: int = 0
+
+
+Report = Callable[[Step], None]
+
+
+class Worker:
+    """Does tasks of one plan. Opens the tokenizer when it first needs it."""
+
+    def __init__(self, plan: Plan, work: WorkFolder):
+        self.plan = plan
+        self.work = work
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        settings = self.plan.tokenizer
+        bos = None if settings["bos"] is None else str(settings["bos"])
+        return load_encoder(Path(self.plan.tokenizer_path), bos, str(settings["eod"]))
+
+    def scan(self, index: int, report: Report) -> None:
+        source = self.plan.inputs[index]
+        found = reading.scan(source, self.plan.options, lambda size: report(Step(read_bytes=size)))
+        self.work.commit_scan(index, found)
+
+    def tokenize(self, unit: Unit, report: Report) -> None:
+        if self.work.receipt(unit) is not None:
+            return
+        fresh = self.work.fresh_folder(unit)
+        scan = self.work.scan(unit.input)
+        source = self.plan.inputs[unit.input]
+        writer = _UnitWriter(fresh, self.encoder, self.plan, source.name, report)
+        for item in reading.items(source, scan.kind, unit, self.plan.options):
+            writer.add(item)
+        self.work.commit_unit(unit, fresh, {"unit": unit.name, **writer.close(unit.end)})
+
+
+@dataclass
+class _Part:
+    """The documents of one split of a unit: `<split>.bin`, and int32 `<split>.lengths`."""
+
+    bin: BinaryIO
+    lengths: BinaryIO
+    documents: int = 0
+    tokens: int = 0
+    sha256: "hashlib._Hash" = field(default_factory=hashlib.sha256)
+
+    @staticmethod
+    def create(folder: Path, split: str) -> "_Part":
+        return _Part((folder / f"{split}.bin").open("wb"), (folder / f"{split}.lengths").open("wb"))
+
+    def add(self, documents: list[np.ndarray]) -> None:
+        data = np.concatenate(documents).tobytes()
+        lengths = np.array([len(ids) for ids in documents], dtype="<i4")
+        self.bin.write(data)
+        self.lengths.write(lengths.tobytes())
+        self.sha256.update(data)
+        self.documents += len(documents)
+        self.tokens += int(lengths.sum(dtype=np.int64))
+
+    def close(self) -> dict:
+        for file in (self.bin, self.lengths):
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "bytes": Path(self.bin.name).stat().st_size,
+            "sha256": self.sha256.hexdigest(),
+        }
+
+
+class _UnitWriter:
+    """Batches the texts of a unit, encodes them, and writes its parts and rejects."""
+
+    def __init__(self, folder: Path, encoder: Encoder, plan: Plan, name: str, report: Report):
+        self.encoder = encoder
+        self.options = plan.options
+        self.name = name
+        self.report = report
+        self.records = 0
+        self.skipped: Counter[str] = Counter()
+        self.batch: list[str] = []
+        self.batch_characters = 0
+        self.position = 0
+        self.bad_reported = 0
+        self.folder = folder
+        self.rejects = (folder / "rejects.jsonl").open("w", encoding="utf-8", newline="\n")
+        self.parts = {split: _Part.create(folder, split) for split in SPLITS}
+        self.threshold = int(self.options.validation * 2**64)
+
+    def add(self, item: Item) -> None:
+        self.records += 1
+        if self.records == 1:
+            self.position = item.offset
+        if item.text is None:
+            self._skip(item)
+            return
+        self.batch.append(item.text)
+        self.batch_characters += len(item.text)
+        if self.batch_characters >= _BATCH_CHARACTERS or len(self.batch) >= _BATCH_DOCUMENTS:
+            self._encode(item.offset)
+
+    def _skip(self, item: Item) -> None:
+        skipped = item.skipped
+        self.skipped[skipped.reason] += 1
+        if not skipped.is_bad:
+            return
+        place = f"{self.name}: line {item.number + 1}, offset {item.offset}"
+        if self.options.bad_records == "stop":
+            raise DataError(
+                f"{place}: {skipped.reason} ({skipped.detail}); repair the file, or go on with "
+                "--bad-records skip --max-bad 0.1%"
+            )
+        row = {
+            "path": self.name,
+            "line": item.number + 1,
+            "offset": item.offset,
+            "reason": skipped.reason,
+            "detail": skipped.detail,
+        }
+        self.rejects.write(files.json_line(row))
+
+    def _encode(self, position: int) -> None:
+        """Encode what is batched; `position` is how far the unit has been read."""
+        documents = self.encoder.encode(self.batch)
+        split = [self._is_held_out(text) for text in self.batch]
+        for name, held_out in zip(SPLITS, (False, True), strict=True):
+            chosen = [ids for ids, out in zip(documents, split, strict=True) if out == held_out]
+            if chosen:
+                self.parts[name].add(chosen)
+        bad = self.bad
+        self.report(
+            Step(
+                read_bytes=position - self.position,
+                documents=len(documents),
+                tokens=sum(len(ids) for ids in documents),
+                bad=bad - self.bad_reported,
+            )
+        )
+        self.position, self.bad_reported = position, bad
+        self.batch.clear()
+        self.batch_characters = 0
+
+    def _is_held_out(self, text: str) -> bool:
+        """By the text alone, so that neither order nor sharding moves a document."""
+        if not self.threshold:
+            return False
+        digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"validation").digest()
+        return int.from_bytes(digest, "little") < self.threshold
+
+    @property
+    def bad(self) -> int:
+        return sum(n for reason, n in self.skipped.items() if reason in records.BAD_REASONS)
+
+    def close(self, end: int) -> dict:
+        self._encode(end)
+        self.rejects.close()
+        return {
+            "records": self.records,
+            "skipped": dict(sorted(self.skipped.items())),
+            "parts": {split: part.close() for split, part in self.parts.items()},
+        }
