@@ -1,10 +1,16 @@
 """The training loop."""
 
-from typing import Literal
+import time
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
 from megatron_ext.config import Section
+from pretrain.schedule import learning_rate
+
+if TYPE_CHECKING:
+    from pretrain.config import Resolved
+    from pretrain.session import Session
 
 
 class TrainConfig(Section):
@@ -21,10 +27,46 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the model; master weights are fp32 either way."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none, attention only, or whole layers."""
+    """Activations computed again in the backward pass: none, feed-forward only, whole layers."""
     overlap: bool = False
     """Overlap gradient reduction and parameter gather with computation."""
     log_every: PositiveInt = 1
     """Inner steps between lines of metrics.jsonl."""
     stop_at: PositiveInt | None = None
     """End this session after the given step, with a checkpoint."""
+
+
+def train(resolved: "Resolved") -> None:
+    """Train as one process of a run, until its last step or `train.stop_at`."""
+    from pretrain.session import open_session  # megatron-core: too slow for --help and --show
+
+    with open_session(resolved) as session:
+        run(session)
+
+
+def run(session: "Session") -> None:
+    """The inner steps, the outer steps among them, and what is measured and saved on the way."""
+    config, state = session.config, session.state
+    steps = config.train.steps
+    stop = config.train.stop_at or steps
+    if state.step == 0 and config.validation.every:
+        session.validate()
+    while state.step < stop:
+        started = time.perf_counter()
+        step = state.step + 1
+        session.replicas.progress(step)
+        with session.replicas.guard(f"step {step}"):
+            lr = learning_rate(step, steps, config.optimizer)
+            loss = session.engine.train(session.samples.micro_batches(step))
+            grad_norm = session.inner.step(lr)
+            outer = session.outer.step(step, last=step == steps) if session.outer else None
+            state.step = step
+            session.record(loss, lr, grad_norm, time.perf_counter() - started, outer)
+            if _due(step, config.validation.every, last=step == steps):
+                session.validate()
+            if _due(step, config.checkpoint.every) or step == stop:
+                session.save()
+
+
+def _due(step: int, every: int, last: bool = False) -> bool:
+    return every > 0 and (step % every == 0 or last)

@@ -45,6 +45,7 @@ class OuterLoop:
 
     Attributes:
         anchor: flat FP32, laid out as the inner optimizer's masters.
+        mean: the collective between replicas.
         rounds: outer steps taken.
         position: inner steps since the last outer step.
     """
@@ -53,21 +54,23 @@ class OuterLoop:
         self._inner = inner
         self._interval = config.interval
         self._replicas = replicas
-        self._mean = ReplicaMean(replicas.link)
+        self.mean = ReplicaMean(replicas.link)
         self.anchor = inner.masters.clone()
         self.optimizer = NesterovSGD(config.lr, config.momentum)
         self.optimizer.prepare([self.anchor])
         self.rounds = 0
         self.position = 0
 
-    def step(self, step: int) -> Round | None:
+    def step(self, step: int, last: bool = False) -> Round | None:
         """Call after inner step number `step`; takes the outer step when a round is full.
+
+        The last step of a run ends its round, however short, so that nothing trained is lost.
 
         Raises TrainingError naming the replica whose pseudogradient is not finite, before anything
         has changed, and PeerError naming a replica that does not answer.
         """
         self.position += 1
-        if self.position < self._interval:
+        if self.position < self._interval and not last:
             return None
         with self._replicas.guard(f"outer step {self.rounds + 1}"):
             return self._outer_step(step)
@@ -75,18 +78,18 @@ class OuterLoop:
     @torch.no_grad()
     def _outer_step(self, step: int) -> Round:
         started = time.perf_counter()
-        sent_before = self._mean.bytes_sent
+        sent_before = self.mean.bytes_sent
         delta = self.anchor - self._inner.masters
         norms, anchor_norm = self._norms(delta)
-        self._mean.reduce(delta)
+        self.mean.reduce(delta)
         mean_norm = _sum_over_replica(delta.square().sum()).sqrt().item()
         self.optimizer.step([self.anchor], [delta])
         self._inner.masters.copy_(self.anchor)
         self._inner.write_weights()
         self.rounds += 1
         self.position = 0
-        sent = self._mean.bytes_sent - sent_before
-        planned = self._mean.planned_bytes(delta.numel())
+        sent = self.mean.bytes_sent - sent_before
+        planned = self.mean.planned_bytes(delta.numel())
         counts = torch.tensor([sent, planned], device=delta.device)
         sent, planned = _sum_over_replica(counts).tolist()
         seconds = time.perf_counter() - started
@@ -94,7 +97,7 @@ class OuterLoop:
             round=self.rounds,
             fragment=0,
             step=step,
-            replicas=self._mean.count,
+            replicas=self.mean.count,
             pseudogradient_norm=mean_norm,
             cosine=_cosine(norms, mean_norm),
             drift=sum(norms) / len(norms) / anchor_norm,
@@ -135,7 +138,7 @@ class OuterLoop:
     def _norms(self, delta: torch.Tensor) -> tuple[list[float], float]:
         """Norm of each replica's pseudogradient, and of the anchor."""
         squares = torch.stack([delta.square().sum(), self.anchor.square().sum()]).double()
-        of_replicas = _sum_over_replica(self._mean.gather_scalars(squares)).sqrt()
+        of_replicas = _sum_over_replica(self.mean.gather_scalars(squares)).sqrt()
         norms = of_replicas[:, 0].tolist()
         bad = [str(index) for index, norm in enumerate(norms) if not norm < float("inf")]
         if bad:

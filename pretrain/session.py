@@ -1,0 +1,176 @@
+"""Puts a run together: processes, model, optimizer, outer loop, data, checkpoints, records."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from megatron_ext import host
+from megatron_ext.blocks import Block
+from megatron_ext.checkpoint import Checkpoints
+from megatron_ext.diloco.loop import OuterLoop, Round
+from megatron_ext.model.build import build
+from megatron_ext.model.initialize import draw
+from megatron_ext.model.logical import describe, kind_of, logical_shapes
+from megatron_ext.muon.optimizer import InnerOptimizer
+from megatron_ext.muon.routing import fingerprint, route
+from megatron_ext.muon.stage import Stage
+from megatron_ext.replicas import Replicas, initialize_megatron, join
+from pretrain.config import Resolved, write
+from pretrain.display import Display
+from pretrain.engine import Engine
+from pretrain.flops import utilisation
+from pretrain.log import RunLog, StepRecord
+from pretrain.samples import Samples
+from pretrain.settings import RunConfig
+from pretrain.state import RunState
+from pretrain.validation import global_loss
+
+
+class Session:
+    """One process's parts of a run, from its start or a checkpoint on."""
+
+    def __init__(self, resolved: Resolved, replicas: Replicas):
+        self.config = config = resolved.config
+        self.replicas = replicas
+        initialize_megatron(config.parallel, config.train.seed)
+        self.samples = Samples(config, replicas)
+        routes = {
+            name: route(name, kind_of(name), shape, config.optimizer)
+            for name, shape in logical_shapes(config.model).items()
+        }
+        self.inner = _build_inner(config, routes)
+        self.engine = Engine(self.inner.stage)
+        self.outer = None
+        if config.outer.interval:
+            self.outer = OuterLoop(self.inner, config.outer, replicas)
+        identity = {**self.samples.order, "routing": fingerprint(routes)}
+        self.state = RunState(self.inner, self.outer, identity)
+        folder = Path(config.run.dir)
+        self._checkpoints = Checkpoints(
+            folder / "checkpoints", replicas, config.checkpoint.keep_last
+        )
+        resumed_from = self._checkpoints.find(config.resume)
+        if resumed_from:
+            self._checkpoints.load(resumed_from, self.state)
+        # One process speaks for the run.
+        self._speaks = replicas.launcher_rank == 0
+        self._log = self._display = None
+        if self._speaks:
+            write(resolved, folder / "config.yaml")
+            self._log = RunLog(folder, self.state.step)
+            self._display = Display(config.train.steps, self.state.step)
+            self._announce(resumed_from)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on so far, over all replicas."""
+        return self.state.step * self.config.tokens_per_step
+
+    def record(
+        self, loss: float, lr: float, grad_norm: float, seconds: float, outer: Round | None
+    ) -> None:
+        """Write down the inner step that was just taken, and its outer step if there was one."""
+        if not self._speaks:
+            return
+        speed = self.config.tokens_per_step / seconds
+        record = StepRecord(
+            step=self.state.step,
+            tokens=self.tokens,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            tokens_per_second=speed,
+            mfu=self._utilisation(speed),
+            seconds=seconds,
+        )
+        if record.step % self.config.train.log_every == 0:
+            self._log.step(record)
+        if outer:
+            self._log.round(outer)
+        self._display.step(record)
+
+    def validate(self) -> None:
+        """Measure and write down the loss of the global weights on held-out text."""
+        batches = self.config.validation.batches
+        loss = global_loss(self.engine, self.samples, self.outer, batches)
+        if self._speaks:
+            self._log.validation(self.state.step, self.tokens, loss, "global")
+            self._display.say(f"step {self.state.step}: held-out loss {loss:.4f} (global weights)")
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        written = self._checkpoints.save(self.state, self.state.step)
+        if self._speaks:
+            self._log.event("checkpoint", step=self.state.step, bytes=written.bytes)
+            self._display.say(f"step {self.state.step}: checkpoint {written.path}")
+
+    def close(self, error: BaseException | None) -> None:
+        """End the records; `error` is why the session ends before its time."""
+        if self._speaks:
+            self._log.event("end", step=self.state.step, error=str(error) if error else None)
+            self._log.close()
+            self._display.close()
+
+    def _announce(self, resumed_from: Path | None) -> None:
+        config = self.config
+        if resumed_from:
+            self._log.event("resume", step=self.state.step, checkpoint=str(resumed_from))
+            self._display.say(f"resuming {resumed_from} after step {self.state.step}")
+        else:
+            self._log.event("start", step=0)
+        parallel = config.parallel
+        layout = " × ".join(f"{n}={getattr(parallel, n)}" for n in ("tp", "pp", "cp", "dp"))
+        self._display.say(
+            f"{parallel.replicas} replica(s) of {layout}; {config.optimizer.name} inside"
+            + (f", an outer step every {config.outer.interval}" if self.outer else "")
+            + f"; {config.tokens_per_step:,} tokens a step; run folder {config.run.dir}"
+        )
+
+    def _utilisation(self, tokens_per_second: float) -> float | None:
+        if not torch.cuda.is_available():
+            return None
+        devices = self.config.parallel.world_size
+        name = torch.cuda.get_device_name()
+        return utilisation(tokens_per_second, self.config.model, devices, name)
+
+
+@contextmanager
+def open_session(resolved: Resolved) -> Iterator[Session]:
+    """Take this process's place in the run and put its parts together."""
+    config = resolved.config
+    host.prepare()
+    with join(config.parallel, config.run.timeout_seconds) as replicas:
+        with replicas.guard("start"):
+            session = Session(resolved, replicas)
+        error = None
+        try:
+            yield session
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            session.close(error)
+
+
+def _build_inner(config: RunConfig, routes: dict) -> InnerOptimizer:
+    """The model of this rank, under DDP, and its optimizer."""
+    model, train = config.model, config.train
+    chunks = build(
+        model,
+        config.parallel,
+        precision=train.precision,
+        recompute=train.recompute,
+        seed=train.seed,
+    )
+    logical = describe(chunks, model, config.parallel)
+    stage = Stage(chunks, logical, routes, chunks[0].config, overlap=train.overlap)
+    # Blocks of one parameter come one after another.
+    whole = lru_cache(maxsize=1)(lambda name: draw(name, model, train.seed))
+
+    def initial(block: Block) -> torch.Tensor:
+        return whole(block.name)[block.slices]
+
+    return InnerOptimizer(stage, config.optimizer, initial)

@@ -1,0 +1,79 @@
+"""Everything that a run needs to go on, for its checkpoints."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megatron_ext.checkpoint.state import StateTensor
+from megatron_ext.diloco.loop import OuterLoop
+from megatron_ext.errors import ConfigError
+from megatron_ext.muon.optimizer import InnerOptimizer
+
+
+class RunState:
+    """One rank's state of a run; fills megatron_ext.checkpoint's TrainingState.
+
+    Attributes:
+        step: inner steps taken.
+        identity: what a resumed run must have in common with the saved one, by name.
+    """
+
+    def __init__(self, inner: InnerOptimizer, outer: OuterLoop | None, identity: dict[str, Any]):
+        self.step = 0
+        self.identity = identity
+        self._inner = inner
+        self._outer = outer
+
+    def tensors(self) -> Iterator[StateTensor]:
+        """Masters, optimizer state, anchor and outer momentum."""
+        yield from self._inner.tensors()
+        if self._outer:
+            yield from self._outer.tensors()
+
+    def counters(self) -> dict[str, Any]:
+        """Positions in the run, and its identity."""
+        position = {"rounds": self._outer.rounds, "position": self._outer.position}
+        return {
+            "step": self.step,
+            "optimizer_steps": self._inner.steps,
+            "outer": position if self._outer else None,
+            "identity": self.identity,
+        }
+
+    def rng(self) -> torch.Tensor:
+        """States of the CPU's, and of megatron-core's tracked, random generators."""
+        return torch.cat(self._generators())
+
+    def restore(self, counters: dict[str, Any], rng: torch.Tensor | None) -> None:
+        """Take over what `counters` and `rng` gave; the tensors are loaded already.
+
+        Raises ConfigError for what differs in identity.
+        """
+        saved = counters["identity"]
+        for name in sorted(saved.keys() | self.identity.keys()):
+            if saved.get(name) != self.identity.get(name):
+                raise ConfigError(
+                    f"{name} is {self.identity.get(name)} and was {saved.get(name)} in the "
+                    "checkpoint; a resumed run must go on with the same"
+                )
+        self.step = counters["step"]
+        self._inner.steps = counters["optimizer_steps"]
+        if self._outer:
+            self._outer.rounds = counters["outer"]["rounds"]
+            self._outer.position = counters["outer"]["position"]
+        self._inner.write_weights()
+        if rng is not None:
+            self._set_generators(rng)
+
+    def _generators(self) -> list[torch.Tensor]:
+        tracked = get_cuda_rng_tracker().get_states()
+        return [torch.get_rng_state(), *(tracked[name].cpu() for name in sorted(tracked))]
+
+    def _set_generators(self, rng: torch.Tensor) -> None:
+        parts = rng.split([state.numel() for state in self._generators()])
+        torch.set_rng_state(parts[0])
+        tracker = get_cuda_rng_tracker()
+        names = sorted(tracker.get_states())
+        tracker.set_states(dict(zip(names, parts[1:], strict=True)))
