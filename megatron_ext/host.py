@@ -17,10 +17,6 @@ from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 
-# Factories that core calls with a literal device "cuda": `zeros` counts tokens in all pipeline
-# schedules, `tensor` votes on the reuse of metadata in dist_checkpointing.
-_FACTORIES = ("zeros", "tensor")
-
 
 def prepare() -> None:
     """Make megatron-core run on the CPU. No-op with CUDA, and when called again.
@@ -37,8 +33,9 @@ def _patch_torch() -> None:
     # `with torch.device(...)` recognises factories by a set that it builds once, at first use; it
     # has to hold the real ones.
     _device_constructors()
-    for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # All schedules count tokens in torch.zeros(…, device="cuda"). Wrapping the factory is cheaper
+    # than a function mode, and holds in every thread.
+    torch.zeros = _on_cpu(torch.zeros)
     # Every buffer of the parallel layers, of DDP and of point-to-point receives, and the rotary
     # frequencies at the first forward pass, are put on the current device.
     torch.cuda.current_device = _current_device

@@ -106,6 +106,10 @@ def _rank_step(
         config = chunks[0].config
         chunks = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
         config.finalize_model_grads_func = finalize_model_grads
+        if ddp.overlap_grad_reduce:
+            config.no_sync_func = chunks[0].no_sync
+        if ddp.overlap_param_gather:
+            _forget_other_shards(chunks)
         loss = _forward_backward(chunks, model)
         if ddp.use_distributed_optimizer:
             _gather_gradients(chunks)
@@ -142,13 +146,31 @@ def _forward_backward(chunks: list[DistributedDataParallel], model: ModelConfig)
     return sum(report["loss"].double().item() for report in reports)
 
 
+def _forget_other_shards(chunks: list[DistributedDataParallel]) -> None:
+    """Spoil the weights that another data-parallel rank owns: the forward pass gathers them."""
+    rank = parallel_state.get_data_parallel_rank()
+    for bucket in _buckets(chunks):
+        for index, shard in enumerate(_shards(bucket.param_data)):
+            if index != rank:
+                shard.fill_(torch.nan)
+
+
 def _gather_gradients(chunks: list[DistributedDataParallel]) -> None:
     """After a reduce-scatter each data-parallel rank holds its shard: put them together."""
     group = parallel_state.get_data_parallel_group()
+    for bucket in _buckets(chunks):
+        shard = _shards(bucket.grad_data)[group.rank()].clone()
+        dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+
+
+def _buckets(chunks: list[DistributedDataParallel]) -> Iterator:
     for chunk in chunks:
-        for bucket in (b for g in chunk.bucket_groups for b in g.buckets):
-            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+        for group in chunk.bucket_groups:
+            yield from group.buckets
+
+
+def _shards(buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return buffer.chunk(parallel_state.get_data_parallel_world_size())
 
 
 def _counted_gradients(

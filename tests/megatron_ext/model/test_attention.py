@@ -1,9 +1,14 @@
 """Attention without a mask equals attention with an explicit one."""
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.utils import Split
+from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_ext.model import documents
@@ -75,3 +80,32 @@ def test_boundaries_run_through_the_micro_batch():
     packed = documents(torch.tensor([[0, 3, 8, 8, 8], [0, 8, 8, 8, 8]]))
     assert packed.cu_seqlens_q.tolist() == [0, 3, 8, 16]
     assert packed.max_seqlen_q == 8
+
+
+def test_boundaries_of_megatron_datasets_lie_where_documents_end(tmp_path):
+    prefix, end = str(tmp_path / "text"), 0
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for length in (3, 20, 1, 9, 40, 5) * 3:
+        builder.add_document(numpy.array([7] * (length - 1) + [end]), [length])
+    builder.finalize(f"{prefix}.idx")
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=16,
+        path_to_cache=str(tmp_path / "cache"),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        inter_document_masking=True,
+        tokenizer=NullTokenizer(vocab_size=8, eod_id=end),
+    )
+    indexed = GPTDataset.build_low_level_dataset(prefix, config)
+    dataset = GPTDataset(
+        indexed, prefix, numpy.arange(18, dtype=numpy.int32), 8, Split.train, config
+    )
+    batch = next(iter(torch.utils.data.DataLoader(dataset, batch_size=8)))
+
+    after_end = (batch["tokens"] == end).flatten().nonzero().flatten() + 1
+    row_starts = torch.arange(0, 8 * 16 + 1, 16)
+    expected = sorted({*after_end.tolist(), *row_starts.tolist()})
+    assert documents(batch["cu_seqlens"]).cu_seqlens_q.tolist() == expected
