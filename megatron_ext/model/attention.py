@@ -10,9 +10,6 @@ a document does not depend on where the document begins.
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnMaskType
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -41,19 +38,10 @@ class CoreAttention(torch.nn.Module):
     """Causal grouped-query attention without a mask: no S × S tensor is ever stored.
 
     With document boundaries it runs once for each document, so that the work is the sum of the
-    squared document lengths.
+    squared document lengths. `from_core` is what core says beyond that, such as the layer number.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        cp_comm_type: str | None = None,
-        softmax_scale: float | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ):
+    def __init__(self, softmax_scale: float | None = None, **from_core: object):
         super().__init__()
         self.softmax_scale = softmax_scale
 
@@ -62,13 +50,14 @@ class CoreAttention(torch.nn.Module):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: None = None,
-        *,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: None = None,
+        attention_mask: torch.Tensor | None = None,
+        attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        **from_core: object,
     ) -> torch.Tensor:
         """[s, b, heads, d], [s, b, kv_heads, d] twice -> [s, b, heads · d]."""
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError("plain attention is causal and takes neither a mask nor a bias")
         sequence, batch = query.shape[:2]
         if packed_seq_params is None:
             # [s, b, n, d] -> [b, n, s, d] and back

@@ -153,7 +153,7 @@ def _build_chunk(
 
 
 def _recomputation(recompute: Recompute) -> dict:
-    """Selective recomputes the feed-forward layer, which holds over half of the activations.
+    """Selective recomputes the feed-forward layer, which holds about half of the activations.
 
     Core's default, core attention, would save nothing: fused kernels store no S × S matrix.
     """

@@ -9,16 +9,11 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
-from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_ext.model import documents
 from megatron_ext.model.attention import CoreAttention
 
 SEQUENCE, BATCH, WIDTH = 12, 2, 8
-
-
-def core_attention(softmax_scale: float | None = None) -> CoreAttention:
-    return CoreAttention(None, 1, AttnMaskType.causal, "self", softmax_scale=softmax_scale)
 
 
 def masked(query, key, value, document):
@@ -52,7 +47,7 @@ def test_documents_do_not_see_each_other(cu_seqlens, kv_heads):
     positions = torch.arange(SEQUENCE).repeat(BATCH, 1).int()
     document = torch.searchsorted(cu_seqlens, positions, right=True)
 
-    result = core_attention()(*fast, None, packed_seq_params=documents(cu_seqlens))
+    result = CoreAttention()(*fast, None, packed_seq_params=documents(cu_seqlens))
     expected = masked(*slow, document)
     torch.testing.assert_close(result, expected)
     weight = torch.randn_like(expected)
@@ -66,14 +61,20 @@ def test_documents_do_not_see_each_other(cu_seqlens, kv_heads):
 def test_without_documents_it_is_causal(kv_heads):
     inputs = [torch.randn(SEQUENCE, BATCH, n, WIDTH).double() for n in (4, kv_heads, kv_heads)]
     one_document = torch.zeros(BATCH, SEQUENCE)
-    torch.testing.assert_close(core_attention()(*inputs, None), masked(*inputs, one_document))
+    torch.testing.assert_close(CoreAttention()(*inputs, None), masked(*inputs, one_document))
 
 
 def test_softmax_scale_is_kept():
     inputs = [torch.randn(SEQUENCE, BATCH, 2, WIDTH).double() for _ in range(3)]
     doubled = [inputs[0] * 2, *inputs[1:]]
-    scaled = core_attention(softmax_scale=2 / WIDTH**0.5)(*inputs, None)
-    torch.testing.assert_close(scaled, core_attention()(*doubled, None))
+    scaled = CoreAttention(softmax_scale=2 / WIDTH**0.5)(*inputs, None)
+    torch.testing.assert_close(scaled, CoreAttention()(*doubled, None))
+
+
+def test_a_mask_is_refused_rather_than_ignored():
+    inputs = [torch.randn(SEQUENCE, BATCH, 2, WIDTH) for _ in range(3)]
+    with pytest.raises(ValueError, match="neither a mask"):
+        CoreAttention()(*inputs, torch.ones(SEQUENCE, SEQUENCE).bool())
 
 
 def test_boundaries_run_through_the_micro_batch():
