@@ -86,7 +86,7 @@ def supervise(train: Callable[[], None], parallel: ParallelConfig, debug: bool =
     """
     failures: list[Exit] = []
     main = partial(_rank, train, parallel.world_size)
-    with _raising_signals(), RankProcesses(main, parallel.world_size) as ranks:
+    with _interruptible(), RankProcesses(main, parallel.world_size) as ranks:
         try:
             for end in ranks.exits():
                 if end.status != 0 and not failures:
@@ -96,8 +96,7 @@ def supervise(train: Callable[[], None], parallel: ParallelConfig, debug: bool =
             _end(ranks, signal.SIGTERM)
         except _Interrupted as interrupt:
             _end(ranks, interrupt.number)
-            name = signal.Signals(interrupt.number).name
-            raise RankFailure(f"stopped by {name}", 128 + interrupt.number) from None
+            raise
     if failures:
         raise _failure(failures, parallel.inner_world_size, debug)
 
@@ -122,6 +121,8 @@ def _rank(train: Callable[[], None], world_size: int, rank: int) -> tuple[int, b
 def _end(ranks: RankProcesses, number: int) -> None:
     """Ask what still runs to end; the end of the `with` block kills what does not."""
     ranks.signal(number)
+    # A stopped process can end only when it goes on.
+    ranks.signal(signal.SIGCONT)
     ranks.limit(GRACE_SECONDS)
     for _ in ranks.exits():
         pass
@@ -154,17 +155,18 @@ def _failure(failures: list[Exit], inner_world_size: int, debug: bool) -> RankFa
 
 
 @contextlib.contextmanager
-def _raising_signals() -> Iterator[None]:
-    """Let SIGINT and SIGTERM interrupt a wait, so that they can be passed on."""
+def _interruptible() -> Iterator[None]:
+    """Let SIGINT and SIGTERM interrupt the block, so that it can pass them on."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise _Interrupted(number)
 
-    before = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    handlers = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except _Interrupted as interrupted:
+        name = signal.Signals(interrupted.number).name
+        raise RankFailure(f"stopped by {name}", 128 + interrupted.number) from None
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -22,6 +22,7 @@ from types import TracebackType
 from torch.distributed import TCPStore
 
 _PR_SET_PDEATHSIG = 1
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 _LOCALHOST = "127.0.0.1"
 
 
@@ -44,16 +45,22 @@ class RankProcesses:
     """
 
     def __init__(self, main: Callable[[int], tuple[int, bytes]], world_size: int):
+        self._main = main
+        self._world_size = world_size
         self._selector = selectors.DefaultSelector()
-        self._pids: dict[int, int] = {}
         self._deadline = math.inf
+        self._pids: dict[int, int] = {}
         self._reports = {rank: bytearray() for rank in range(world_size)}
+        self._store: TCPStore | None = None
+
+    def _start(self) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        with socket.create_server((_LOCALHOST, 0), backlog=world_size) as listener:
+        with socket.create_server((_LOCALHOST, 0), backlog=self._world_size) as listener:
             port = listener.getsockname()[1]
-            for rank in range(world_size):
-                self._fork(main, rank, world_size, listener)
+            for rank in range(self._world_size):
+                with _blocked_signals():
+                    self._fork(rank, listener)
             # The server takes the socket over and closes it, so it gets a copy.
             self._store = TCPStore(
                 _LOCALHOST,
@@ -63,24 +70,18 @@ class RankProcesses:
                 master_listen_fd=os.dup(listener.fileno()),
             )
 
-    def _fork(
-        self,
-        main: Callable[[int], tuple[int, bytes]],
-        rank: int,
-        world_size: int,
-        listener: socket.socket,
-    ) -> None:
+    def _fork(self, rank: int, listener: socket.socket) -> None:
         parent = os.getpid()
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.close(reading)
-            port = listener.getsockname()[1]
-            listener.close()
-            _become_rank(parent, rank, world_size, port)
             code = 1
             try:
-                code, report = main(rank)
+                os.close(reading)
+                port = listener.getsockname()[1]
+                listener.close()
+                _become_rank(parent, rank, self._world_size, port)
+                code, report = self._main(rank)
                 with os.fdopen(writing, "wb") as pipe:
                     pipe.write(report)
             finally:
@@ -141,6 +142,11 @@ class RankProcesses:
         os.close(descriptor)
 
     def __enter__(self) -> "RankProcesses":
+        try:
+            self._start()
+        except BaseException:
+            self._kill()
+            raise
         return self
 
     def __exit__(
@@ -149,6 +155,9 @@ class RankProcesses:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._kill()
+
+    def _kill(self) -> None:
         self.signal(signal.SIGKILL)
         self._deadline = math.inf
         for _ in self.exits():
@@ -156,7 +165,17 @@ class RankProcesses:
         for key in list(self._selector.get_map().values()):
             self._forget(key.fd)
         self._selector.close()
-        del self._store
+        self._store = None
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """No handler of the parent's may run in a child that is not yet a rank."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _become_rank(parent: int, rank: int, world_size: int, port: int) -> None:
@@ -176,8 +195,9 @@ def _become_rank(parent: int, rank: int, world_size: int, port: int) -> None:
             _die_with_parent(forked_by[1])
 
     os.register_at_fork(before=before, after_in_child=after)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _PASSED_ON:
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(
         RANK=str(rank),

@@ -121,6 +121,9 @@ class Replicas:
         """
         with self.guard(what):
             missing = self._missing_at_barrier()
+            # Those who wait in vain themselves for a silent one are not to blame.
+            silent = set(self._presence.silent()) if missing else set()
+            missing = [rank for rank in missing if rank in silent] or missing
         if missing:
             raise PeerError(
                 f"{what}: no word within {self.timeout_seconds:g} s from {self.names(missing)}"

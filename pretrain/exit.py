@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -63,7 +64,9 @@ def describe(error: BaseException) -> str:
 
 
 def quieten_imports() -> None:
-    """Keep torch and megatron-core from telling what is not installed; `doctor`'s work is that."""
+    """Before torch is imported: keep it and megatron-core from warning of what needs no action."""
+    # c10d warns of each time-out, which then ends the run with a line of its own.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for message in ("Transformer Engine and Apex are not", "Apex is not installed"):
         warnings.filterwarnings("ignore", message=message)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")

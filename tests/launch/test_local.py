@@ -1,0 +1,239 @@
+"""Ranks on this machine: started, watched, and ended with one line that names the cause."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import launch.__main__ as launch
+import pretrain.__main__ as pretrain
+from launch import local
+from launch.local import RankFailure, supervise
+from megatron_ext import presence
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.replicas import ParallelConfig, join
+
+ROOT = Path(__file__).parents[2]
+PARALLEL = ParallelConfig(replicas=2, dp=2)
+
+
+@pytest.fixture(autouse=True)
+def fast_heartbeat(monkeypatch):
+    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.5)
+    torch.set_num_threads(1)
+
+
+def failure(train, debug: bool = False) -> RankFailure:
+    with pytest.raises(RankFailure) as caught:
+        supervise(train, PARALLEL, debug)
+    assert "\n" not in str(caught.value)
+    assert psutil.Process().children(recursive=True) == []
+    return caught.value
+
+
+def in_rank(victim: int, act) -> callable:
+    """Two collectives; `victim` calls `act` between them."""
+
+    def train() -> None:
+        with join(PARALLEL, timeout_seconds=3) as replicas:
+            dist.all_reduce(torch.ones(4))
+            if replicas.launcher_rank == victim:
+                act()
+            with replicas.guard("gradients of step 1"):
+                dist.all_reduce(torch.ones(4))
+            replicas.barrier("end")
+
+    return train
+
+
+def raising(error: BaseException):
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def test_ranks_that_end_well_leave_nothing_behind(capfd):
+    supervise(in_rank(0, lambda: print("once")), PARALLEL)
+    assert capfd.readouterr().out == "once\n"
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_killed_rank_is_named_at_once():
+    started = time.monotonic()
+    error = failure(in_rank(2, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    assert str(error).startswith("replica 1 rank 0 was killed by SIGKILL")
+    assert error.exit_code == 1
+    assert time.monotonic() - started < 3
+
+
+def test_stopped_rank_is_named_after_the_time_out():
+    error = failure(in_rank(1, lambda: os.kill(os.getpid(), signal.SIGSTOP)))
+    assert "no sign of life from replica 0 rank 1" in str(error)
+    assert error.exit_code == 1
+
+
+def test_exit_code_and_reason_are_those_of_the_cause():
+    error = failure(in_rank(3, raising(DataError("shard 7 is damaged"))))
+    assert str(error) == "replica 1 rank 1: shard 7 is damaged"
+    assert error.exit_code == 3
+
+
+def test_same_error_of_all_ranks_is_told_once():
+    def train() -> None:
+        raise ConfigError("data.blend=x is not there")
+
+    error = failure(train)
+    assert str(error) == "data.blend=x is not there"
+    assert error.exit_code == 2
+
+
+def test_unexpected_error_has_a_traceback_only_with_debug(capfd):
+    train = in_rank(1, raising(ValueError("first line\nsecond line")))
+    error = failure(train)
+    assert str(error) == "replica 0 rank 1: ValueError: first line (--debug shows where)"
+    assert error.exit_code == 1
+    assert capfd.readouterr().err == ""
+    failure(train, debug=True)
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_processes_that_a_rank_forked_end_with_it(tmp_path):
+    pid_file = tmp_path / "pid"
+
+    def fork_and_die() -> None:
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)
+            time.sleep(600)
+        pid_file.write_text(str(pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    failure(in_rank(1, fork_and_die))
+    assert _ends(int(pid_file.read_text()))
+
+
+def test_ranks_that_ignore_sigterm_are_killed(monkeypatch):
+    monkeypatch.setattr(local, "GRACE_SECONDS", 0.5)
+
+    def train() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        join(PARALLEL, timeout_seconds=30)
+        if os.environ["LOCAL_RANK"] == "0":
+            raise DataError("gone")
+        time.sleep(600)
+
+    assert str(failure(train)) == "replica 0 rank 0: gone"
+
+
+SLEEPER = """
+import os, sys, time
+from launch import local
+from megatron_ext.replicas import ParallelConfig
+from pretrain import exit
+
+def train():
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+sys.exit(exit.run(lambda: local.supervise(train, ParallelConfig(dp=2))))
+"""
+
+
+@pytest.fixture
+def sleeper():
+    """A launcher in a process of its own, and the ids of its two sleeping ranks."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    yield process, [int(process.stdout.readline()) for _ in range(2)]
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_to_the_launcher_ends_all_ranks(sleeper, number):
+    process, ranks = sleeper
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 128 + number, errors
+    assert errors.splitlines()[-1] == f"error: stopped by {number.name}"
+    assert all(_ends(pid) for pid in ranks)
+
+
+def test_ranks_do_not_outlive_a_killed_launcher(sleeper):
+    process, ranks = sleeper
+    process.kill()
+    process.wait()
+    assert all(_ends(pid) for pid in ranks)
+
+
+def _ends(pid: int) -> bool:
+    """Whether the process is gone, or a zombie that nobody reaps, within five seconds."""
+    for _ in range(50):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "message"),
+    [
+        (launch, ["local", "demo", "train.stepz=3"], "did you mean train.steps?"),
+        (launch, ["local", "demo", "--tp", "3"], "must be a multiple of parallel.tp=3"),
+        (launch, ["local", "demo", "--tp", "2", "parallel.tp=2"], "are the same option"),
+        (launch, ["local", "demo", "--tpp", "2"], "unrecognized arguments: --tpp 2"),
+        (launch, ["local"], "RECIPE is missing"),
+        (launch, ["elsewhere"], "usage"),
+        (pretrain, ["dmo"], "did you mean demo?"),
+        (pretrain, ["demo", "--replicas", "2"], "unrecognized arguments: --replicas 2"),
+    ],
+)
+def test_wrong_use_ends_with_code_2_and_one_line(program, arguments, message, capfd):
+    assert _code(program, arguments) == 2
+    output, errors = capfd.readouterr()
+    assert output == ""
+    assert len(errors.splitlines()) == 1
+    assert message in errors
+
+
+def test_exit_code_reaches_the_shell():
+    command = [sys.executable, "-m", "launch", "local", "demo", "lr=1"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 2
+    assert (
+        result.stderr == "error: option 'lr' is unknown; did you mean optimizer.lr or outer.lr?\n"
+    )
+
+
+def test_show_prints_every_option_and_trains_nothing(capfd):
+    assert _code(pretrain, ["demo", "train.steps=7", "--show"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
+    assert rows["train.steps"][1:4] == ["7", "command", "line"]
+    assert rows["model.layers"][1:4] == ["4", "recipe", "demo"]
+
+
+@pytest.mark.parametrize(("program", "arguments"), [(pretrain, []), (launch, ["local"])])
+def test_help_teaches(program, arguments, capfd):
+    assert _code(program, [*arguments, "--help"]) == 0
+    assert "RECIPE" in capfd.readouterr().out
+
+
+def _code(program, arguments: list[str]) -> int:
+    try:
+        return program.main(arguments)
+    except SystemExit as end:
+        return end.code
