@@ -34,13 +34,14 @@ class RunState:
 
     def counters(self) -> dict[str, Any]:
         """Positions in the run, and its identity."""
-        position = {"rounds": self._outer.rounds, "position": self._outer.position}
-        return {
+        counters = {
             "step": self.step,
             "optimizer_steps": self._inner.steps,
-            "outer": position if self._outer else None,
             "identity": self.identity,
         }
+        if self._outer:
+            counters |= {"rounds": self._outer.rounds, "round_position": self._outer.position}
+        return counters
 
     def rng(self) -> torch.Tensor:
         """States of the CPU's, and of megatron-core's tracked, random generators."""
@@ -61,8 +62,8 @@ class RunState:
         self.step = counters["step"]
         self._inner.steps = counters["optimizer_steps"]
         if self._outer:
-            self._outer.rounds = counters["outer"]["rounds"]
-            self._outer.position = counters["outer"]["position"]
+            self._outer.rounds = counters["rounds"]
+            self._outer.position = counters["round_position"]
         self._inner.write_weights()
         if rng is not None:
             self._set_generators(rng)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import torch
 import yaml
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -39,7 +38,7 @@ def _write(folder: Path, prefix: str, documents: int, rng: np.random.Generator) 
     tokens = 0
     for _ in range(documents):
         document = _document(rng)
-        builder.add_document(torch.from_numpy(document), [len(document)])
+        builder.add_document(document, [len(document)])
         tokens += len(document)
     builder.finalize(str(folder / f"{prefix}.idx"))
     return {"prefix": prefix, "documents": documents, "tokens": tokens}

@@ -1,0 +1,71 @@
+"""A run that was stopped and resumed is the run that was not."""
+
+import pytest
+import torch
+
+from tests.pretrain.corpus import write_corpus
+from tests.pretrain.runs import lines, train
+
+STEPS = 10
+INTERVAL = 4
+
+
+@pytest.fixture(scope="module")
+def blend(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def check_equal(left: list[dict], right: list[dict]) -> None:
+    for one, other in zip(left, right, strict=True):
+        for (block, mine), (_, theirs) in zip(one["masters"], other["masters"], strict=True):
+            assert torch.equal(mine, theirs), block.name
+        assert torch.equal(one["anchor"], other["anchor"])
+
+
+def without_seconds(line: dict) -> dict:
+    return {k: v for k, v in line.items() if "second" not in k}
+
+
+def check_straight_equals_stopped(blend, tmp_path, stops: list[int], **options) -> None:
+    options |= {"train__steps": STEPS, "validation__every": 5}
+    straight = train(blend, tmp_path / "straight", **options)
+    for stop in stops:
+        train(blend, tmp_path / "stopped", train__stop_at=stop, **options)
+    stopped = train(blend, tmp_path / "stopped", **options)
+    check_equal(straight, stopped)
+    rounds = ["rounds"] if options.get("outer__interval") else []
+    for name in ["metrics", "validation", *rounds]:
+        one, other = (lines(tmp_path / folder, name) for folder in ("straight", "stopped"))
+        assert [without_seconds(line) for line in one] == [without_seconds(line) for line in other]
+    resumed = [line for line in lines(tmp_path / "stopped", "events") if line["event"] == "resume"]
+    assert [line["step"] for line in resumed] == stops
+
+
+def test_stopping_before_at_and_after_a_rounds_end_and_inside_it_changes_no_bit(blend, tmp_path):
+    layout = {"parallel__replicas": 2, "parallel__tp": 2}
+    stops = [2, INTERVAL - 1, INTERVAL, INTERVAL + 1]
+    check_straight_equals_stopped(blend, tmp_path, stops, outer__interval=INTERVAL, **layout)
+
+
+def test_bf16_adamw_on_data_parallel_ranks_resumes_bit_for_bit(blend, tmp_path):
+    options = {"train__precision": "bf16", "optimizer__name": "adamw", "parallel__dp": 2}
+    check_straight_equals_stopped(blend, tmp_path, [3], **options)
+
+
+@pytest.mark.slow
+def test_pipeline_stages_and_overlap_resume_bit_for_bit(blend, tmp_path):
+    options = {"parallel__pp": 2, "parallel__interleave": 2, "parallel__dp": 2}
+    check_straight_equals_stopped(
+        blend, tmp_path, [6], outer__interval=INTERVAL, train__overlap=True, **options
+    )
+
+
+def test_a_run_that_lost_steps_after_its_checkpoint_records_each_step_once(blend, tmp_path):
+    """As after a kill: metrics reach further than the checkpoint."""
+    train(blend, tmp_path, train__stop_at=4)
+    metrics = tmp_path / "metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write(metrics.read_text().splitlines()[-1].replace('"step": 4', '"step": 5') + "\n")
+        file.write('{"step": 6, "los')
+    train(blend, tmp_path)
+    assert [line["step"] for line in lines(tmp_path, "metrics")] == list(range(1, STEPS + 1))
