@@ -72,7 +72,8 @@ class Load:
         failure = Failure()
         with failure.catch():
             for folder, tensors in wanted.items():
-                storage.read(self._path / folder, tensors)
+                if tensors:
+                    storage.read(self._path / folder, tensors)
             rng = self._rng(state)
             counters = self._counters()
         everyone.decide(f"load of {self._path}", failure.error, _refuse_failure)

@@ -160,12 +160,9 @@ class Save:
         part = _Part()
         with self._failure.catch():
             for folder, writing in self._writings.items():
-                part.results[folder] = writing.write()
+                part.results[folder], records = writing.write()
+                part.files |= {f"{folder}/{name}": record for name, record in records.items()}
                 self._observe("file")
-            for folder, results in part.results.items():
-                for name in {result.storage_data.relative_path for result in results}:
-                    part.files[f"{folder}/{name}"] = self._record(f"{folder}/{name}")
-            self._observe("hashed")
         part.error = self._failure.error
         return part
 

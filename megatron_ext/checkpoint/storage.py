@@ -15,10 +15,13 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.utils import serialization
 
 from megatron_ext.checkpoint import index
 from megatron_ext.checkpoint.agreement import describe
 from megatron_ext.checkpoint.folders import sync
+from megatron_ext.checkpoint.hashing import HashingTransform
+from megatron_ext.checkpoint.manifest import FileRecord
 from megatron_ext.checkpoint.state import StateTensor
 from megatron_ext.errors import DataError
 
@@ -54,21 +57,27 @@ class Writing:
         if self._strategy.metadata is not None:
             _check_whole(self._strategy.metadata)
 
-    def write(self) -> list[WriteResult]:
-        """Write this rank's file, forced to the disk. Returns what `finish` needs of each rank.
+    def write(self) -> tuple[list[WriteResult], dict[str, FileRecord]]:
+        """Write this rank's file, forced to the disk.
 
-        Raises what went wrong, for example OSError if the disk is full.
+        Returns what `finish` needs of each rank, and what the file must be, by its name. Raises
+        what went wrong, for example OSError if the disk is full.
         """
         writer = self._strategy.writer
-        results = []
+        results, records = [], {}
         for bucket in writer.write_buckets:
-            _, written = writer.write_preloaded_data(
-                [writer.transforms], 0, bucket, results_queue=None, count_queue=None, use_fsync=True
-            )
+            _, name, _ = bucket
+            hashing = HashingTransform()
+            # The file's SHA-256 makes a CRC of each tensor superfluous.
+            with serialization.config.patch("save.compute_crc32", False):
+                _, written = writer.write_preloaded_data(
+                    [hashing], 0, bucket, results_queue=None, count_queue=None, use_fsync=True
+                )
+            records[name] = hashing.finish()
             if isinstance(written, Exception):
                 raise written
             results += written
-        return results
+        return results, records
 
     def finish(self, results: list[list[WriteResult]]) -> tuple[str, ...]:
         """On the first rank: write the folder's index, given what `write` returned on each rank.

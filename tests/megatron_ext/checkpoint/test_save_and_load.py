@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from megatron_ext.checkpoint import Checkpoints
+from megatron_ext.checkpoint import SHARED_KINDS, Checkpoints
 from megatron_ext.errors import ConfigError, TrainingError
 from megatron_ext.replicas import ParallelConfig, join
 from tests.megatron_ext.checkpoint.toy import SHAPES, ToyState
@@ -119,6 +119,25 @@ def test_state_that_the_run_would_drop_is_refused(tmp_path):
     run(_save, 1, tmp_path, ParallelConfig(), 1, [5])
     with pytest.raises(ConfigError, match=r"outer_momentum.embedding is .* absent in the run"):
         run(_load_without_outer_momentum, 1, tmp_path)
+
+
+class _DataParallel(ToyState):
+    def tensors(self):
+        return [tensor for tensor in super().tensors() if tensor[0] not in SHARED_KINDS]
+
+
+def _save_and_load_without_shared_state(rank: int, folder: Path):
+    with join(ParallelConfig(dp=2), timeout_seconds=30) as replicas:
+        checkpoints = Checkpoints(folder, replicas)
+        checkpoints.save(_DataParallel(replicas, 1, 5), 5)
+        state = _DataParallel(replicas, 2)
+        checkpoints.load(checkpoints.find("auto"), state)
+        return {name for name in state.differences(5) if not name.startswith(SHARED_KINDS)}
+
+
+def test_a_run_without_outer_loop_has_no_shared_state(tmp_path):
+    assert run(_save_and_load_without_shared_state, 2, tmp_path) == [set(), set()]
+    assert not (tmp_path / "step-00000005/shared").exists()
 
 
 class _WithHole(ToyState):
