@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code (0, 1, 2 or 3, as the README says)."""
-    signal.signal(signal.SIGTERM, _interrupt)
     args = _parser().parse_args(arguments)
     try:
         args.run(args)
@@ -40,10 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {type(error).__name__}: {last} (--debug shows where)", file=sys.stderr)
         return 1
     return 0
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:

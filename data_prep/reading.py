@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from data_prep import records, streams
+from data_prep import files, parquet, records, streams
 from data_prep.errors import DataError
 from data_prep.plan import Input, Options, Scan, Unit
 
@@ -44,6 +44,8 @@ def scan(source: Input, options: Options, advance: Callable[[int], None]) -> Sca
     of records known, before anything is tokenised. `advance` is told the bytes read from disk.
     """
     kind = streams.file_kind(source.path)
+    if kind == "parquet":
+        return _scan_parquet(source, options, advance)
     with Path(source.path).open("rb") as opened:
         file = _Hashed(opened, advance)
         size = newlines = 0
@@ -70,10 +72,32 @@ def scan(source: Input, options: Options, advance: Callable[[int], None]) -> Sca
     )
 
 
+def _scan_parquet(source: Input, options: Options, advance: Callable[[int], None]) -> Scan:
+    """Units of as many rows as make about `unit_bytes` of the text column."""
+    rows, text_bytes = parquet.measure(source.path, options.text_column)
+    unit_rows = max(1, options.unit_bytes * rows // max(text_bytes, 1))
+    return Scan(
+        kind="parquet",
+        sha256=files.sha256_of(Path(source.path), advance),
+        size=rows,
+        text_bytes=text_bytes,
+        records=rows,
+        unit_size=unit_rows,
+        first_records=tuple(range(0, rows, unit_rows)),
+    )
+
+
 def items(source: Input, kind: str, unit: Unit, options: Options) -> Iterator[Item]:
-    """The records of one unit, in order."""
+    """The records of one unit, in order.
+
+    Raises:
+        DataError: the file is damaged, or was changed since the run began.
+    """
     if not source.is_untouched():
         raise DataError(f"{source.path}: was changed while this run was reading it")
+    if kind == "parquet":
+        yield from _parquet_items(source, unit, options)
+        return
     found = streams.lines_starting_in(
         source.path, kind, unit.start, unit.end, options.max_record_bytes
     )
@@ -82,3 +106,14 @@ def items(source: Input, kind: str, unit: Unit, options: Options) -> Iterator[It
             yield Item(number, offset, records.text_of_line(line, options.text_column), None)
         except records.Skipped as skipped:
             yield Item(number, offset, None, skipped)
+
+
+def _parquet_items(source: Input, unit: Unit, options: Options) -> Iterator[Item]:
+    rows = parquet.texts(
+        source.path, options.text_column, unit.start, unit.end, options.max_record_bytes
+    )
+    for row, text in rows:
+        if isinstance(text, str):
+            yield Item(row, row, text, None)
+        else:
+            yield Item(row, row, None, text)

@@ -113,7 +113,7 @@ class _UnitWriter:
         self.report = report
         self.records = 0
         self.skipped: Counter[str] = Counter()
-        self.batch: list[str] = []
+        self.batch: list[Item] = []
         self.batch_characters = 0
         self.position = 0
         self.bad_reported = 0
@@ -129,7 +129,7 @@ class _UnitWriter:
         if item.text is None:
             self._skip(item)
             return
-        self.batch.append(item.text)
+        self.batch.append(item)
         self.batch_characters += len(item.text)
         if self.batch_characters >= _BATCH_CHARACTERS or len(self.batch) >= _BATCH_DOCUMENTS:
             self._encode(item.offset)
@@ -156,8 +156,8 @@ class _UnitWriter:
 
     def _encode(self, position: int) -> None:
         """Encode what is batched; `position` is how far the unit has been read."""
-        documents = self.encoder.encode(self.batch)
-        split = [self._is_held_out(text) for text in self.batch]
+        documents = self._encoded()
+        split = [self._is_held_out(item.text) for item in self.batch]
         for name, held_out in zip(SPLITS, (False, True), strict=True):
             chosen = [ids for ids, out in zip(documents, split, strict=True) if out == held_out]
             if chosen:
@@ -174,6 +174,23 @@ class _UnitWriter:
         self.position, self.bad_reported = position, bad
         self.batch.clear()
         self.batch_characters = 0
+
+    def _encoded(self) -> list[np.ndarray]:
+        try:
+            return self.encoder.encode([item.text for item in self.batch])
+        except Exception as error:
+            culprit = next((item for item in self.batch if not self._encodes(item)), self.batch[0])
+            raise DataError(
+                f"{self.name}: line {culprit.number + 1}, offset {culprit.offset}: the tokenizer "
+                f"fails on this text ({error})"
+            ) from error
+
+    def _encodes(self, item: Item) -> bool:
+        try:
+            self.encoder.encode([item.text])
+        except Exception:
+            return False
+        return True
 
     def _is_held_out(self, text: str) -> bool:
         """By the text alone, so that neither order nor sharding moves a document."""
