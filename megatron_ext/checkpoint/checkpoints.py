@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_ext.checkpoint import folders, manifest
 from megatron_ext.checkpoint.agreement import Council
-from megatron_ext.checkpoint.loading import Load, verify
+from megatron_ext.checkpoint.loading import InnerState, Load, verify
 from megatron_ext.checkpoint.saving import Save, Written
 from megatron_ext.checkpoint.staging import Staging, in_place
 from megatron_ext.checkpoint.state import TrainingState
@@ -63,14 +63,16 @@ class Checkpoints:
         """
         return self._everyone.decide("search for checkpoints", None, lambda _: self._find(resume))
 
-    def load(self, path: Path, state: TrainingState) -> None:
+    def load(self, path: Path, state: TrainingState, inner: InnerState = "clone") -> None:
         """Check every file of a checkpoint, then fill the state's live tensors from it.
 
-        The run may be cut otherwise (TP, PP, CP, DP) than the one that saved. Raises DataError
-        naming the damaged file, and ConfigError if the checkpoint does not hold this run's state.
+        The run may be cut otherwise (TP, PP, CP, DP) than the one that saved, and have another
+        number of replicas; see `Load` for the rules, and `inner`. Raises DataError naming the
+        damaged file, and ConfigError if the checkpoint does not hold this run's state.
         """
         content = verify(path, self._replicas, self._everyone)
-        Load(path, content, self._replicas).run(state, self._in_replica, self._everyone)
+        load = Load(path, content, self._replicas, inner)
+        load.run(state, self._in_replica, self._everyone)
 
     def save(self, state: TrainingState, step: int) -> Written:
         """Save; returns once the checkpoint is committed.

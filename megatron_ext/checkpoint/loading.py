@@ -3,7 +3,7 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -12,7 +12,13 @@ from megatron_ext.checkpoint import index, manifest, storage
 from megatron_ext.checkpoint.agreement import Council, Failure
 from megatron_ext.checkpoint.manifest import Manifest
 from megatron_ext.checkpoint.saving import COUNTERS, SHARED, layout_of, replica_folder
-from megatron_ext.checkpoint.state import RANDOM_KIND, SHARED_KINDS, StateTensor, TrainingState
+from megatron_ext.checkpoint.state import (
+    MASTER_KIND,
+    RANDOM_KIND,
+    SHARED_KINDS,
+    StateTensor,
+    TrainingState,
+)
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.replicas import Replicas
 
@@ -44,12 +50,25 @@ def verify(path: Path, replicas: Replicas, everyone: Council) -> Manifest:
     return content
 
 
-class Load:
-    """One rank's part in loading a checkpoint that `verify` has found whole."""
+InnerState = Literal["clone", "mean", "zero"]
+"""What a replica that the checkpoint does not hold takes for inner optimizer state: that of replica
+(its index modulo the saved number), the mean over the saved replicas, or zeros."""
 
-    def __init__(self, path: Path, content: Manifest, replicas: Replicas):
+
+class Load:
+    """One rank's part in loading a checkpoint that `verify` has found whole.
+
+    With another number of replicas than the checkpoint holds, all replicas start from the mean of
+    the saved replicas' masters. At a round's end that is the anchor, to the last bit. Inside a
+    round it carries on what every saved replica has learned since, dropped ones included: the
+    round goes on from there, and its outer step moves the anchor by all of it. Saved replicas go
+    on with their own inner state; new ones get it by the `inner` rule.
+    """
+
+    def __init__(self, path: Path, content: Manifest, replicas: Replicas, inner: InnerState):
         self._path = path
         self._replicas = replicas
+        self._inner = inner
         self._saved = content.about["layout"]
 
     def run(self, state: TrainingState, in_replica: Council, everyone: Council) -> None:
@@ -58,11 +77,6 @@ class Load:
         Raises, on every process, ConfigError if checkpoint and run do not hold the same state, and
         DataError if reading fails.
         """
-        if self._saved["replicas"] != self._replicas.count:
-            raise ConfigError(
-                f"{self._path} holds {self._saved['replicas']} replicas and parallel.replicas is "
-                f"{self._replicas.count}; they must be equal"
-            )
         wanted = self._wanted(state)
         in_replica.decide(
             f"contents of {self._path}",
@@ -72,7 +86,11 @@ class Load:
         failure = Failure()
         with failure.catch():
             for folder, tensors in wanted.items():
-                if tensors:
+                if not tensors:
+                    continue
+                if folder == self._own_folder and self._saved["replicas"] != self._replicas.count:
+                    self._read_resized(tensors)
+                else:
                     storage.read(self._path / folder, tensors)
             rng = self._rng(state)
             counters = self._counters()
@@ -80,8 +98,13 @@ class Load:
         state.restore(counters, rng)
 
     @property
+    def _is_new(self) -> bool:
+        return self._replicas.index >= self._saved["replicas"]
+
+    @property
     def _own_folder(self) -> str:
-        return replica_folder(self._replicas.index)
+        """Of this replica, or of the one that it takes after."""
+        return replica_folder(self._replicas.index % self._saved["replicas"])
 
     def _wanted(self, state: TrainingState) -> dict[str, list[StateTensor]]:
         """The live tensors by the folder that fills them; all folders on all ranks."""
@@ -109,6 +132,29 @@ class Load:
                         f"{_shape_text(wanted.get(key))} in the run; compare model.*, "
                         "optimizer.name and outer.* with the run that wrote it"
                     )
+
+    def _read_resized(self, tensors: list[StateTensor]) -> None:
+        self._read_mean([tensor for tensor in tensors if tensor[0] == MASTER_KIND])
+        inner = [tensor for tensor in tensors if tensor[0] != MASTER_KIND]
+        if self._is_new and self._inner == "zero":
+            for _, _, tensor in inner:
+                tensor.zero_()
+        elif self._is_new and self._inner == "mean":
+            self._read_mean(inner)
+        else:
+            storage.read(self._path / self._own_folder, inner)
+
+    def _read_mean(self, tensors: list[StateTensor]) -> None:
+        """In float64, in which the mean of equal values is exactly that value."""
+        count = self._saved["replicas"]
+        totals = [torch.zeros(block.size, dtype=torch.float64) for _, block, _ in tensors]
+        parts = [(k, b, torch.empty(b.size, dtype=tensor.dtype)) for k, b, tensor in tensors]
+        for replica in range(count):
+            storage.read(self._path / replica_folder(replica), parts)
+            for total, (_, _, part) in zip(totals, parts, strict=True):
+                total.add_(part)
+        for total, (_, _, tensor) in zip(totals, tensors, strict=True):
+            tensor.copy_(total / count)
 
     def _entries(self, folder: str) -> dict[str, index.Entry]:
         absent = folder.startswith(SHARED) and not (self._path / folder).exists()

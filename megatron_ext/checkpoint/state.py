@@ -10,11 +10,14 @@ from megatron_ext.blocks import Block
 # State that is bit-identical in all replicas. It is saved once, not once for each replica.
 SHARED_KINDS = ("anchor", "outer_momentum")
 
+# FP32 weights as a replica trains them.
+MASTER_KIND = "master"
+
 # Key prefix of the random states in a replica's folder, which no layout change can carry over.
 RANDOM_KIND = "rng"
 
 StateTensor = tuple[str, Block, Tensor]
-"""State kind ("master", "momentum", …, or one of SHARED_KINDS), where it lies, and its values.
+"""State kind (MASTER_KIND, "momentum", …, or one of SHARED_KINDS), where it lies, and its values.
 
 The tensor has the block's size.
 """

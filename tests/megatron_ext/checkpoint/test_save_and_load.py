@@ -87,12 +87,6 @@ def test_nothing_is_overwritten(tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_another_number_of_replicas_is_refused_by_name(tmp_path):
-    run(_save, 1, tmp_path, ParallelConfig(), 1, [5])
-    with pytest.raises(ConfigError, match=r"holds 1 replicas and parallel.replicas is 2"):
-        run(_load, 2, tmp_path, ParallelConfig(replicas=2), 1, 5)
-
-
 def _load_into_another_model(rank: int, folder: Path, parallel: ParallelConfig):
     SHAPES["layers.0.attention.q"] = (8, 9)
     return _load(rank, folder, parallel, 1, 5)
