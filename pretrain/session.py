@@ -55,6 +55,7 @@ class Session:
         resumed_from = self._checkpoints.find(config.resume)
         if resumed_from:
             self._checkpoints.load(resumed_from, self.state)
+        wire_bytes = self.inner.stage.wire_bytes()
         # One process speaks for the run.
         self._speaks = replicas.launcher_rank == 0
         self._log = self._display = None
@@ -62,7 +63,7 @@ class Session:
             write(resolved, folder / "config.yaml")
             self._log = RunLog(folder, self.state.step)
             self._display = Display(config.train.steps, self.state.step)
-            self._announce(resumed_from)
+            self._announce(resumed_from, wire_bytes)
 
     @property
     def tokens(self) -> int:
@@ -114,13 +115,13 @@ class Session:
             self._log.close()
             self._display.close()
 
-    def _announce(self, resumed_from: Path | None) -> None:
+    def _announce(self, resumed_from: Path | None, wire_bytes: int) -> None:
         config = self.config
         if resumed_from:
             self._log.event("resume", step=self.state.step, checkpoint=str(resumed_from))
             self._display.say(f"resuming {resumed_from} after step {self.state.step}")
         else:
-            self._log.event("start", step=0)
+            self._log.event("start", step=0, data_parallel_bytes_per_step=wire_bytes)
         parallel = config.parallel
         layout = " × ".join(f"{n}={getattr(parallel, n)}" for n in ("tp", "pp", "cp", "dp"))
         self._display.say(

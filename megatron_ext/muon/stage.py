@@ -97,8 +97,14 @@ class Stage:
                 dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group=group)
 
     def wire_bytes(self) -> int:
-        """What data parallelism sends from this rank each step: reduce-scatter and all-gather."""
+        """What data parallelism sends each step of one copy of the model, all its ranks together.
+
+        Reduce-scatter of gradients and all-gather of weights, in the ring's volume. A collective
+        call of all ranks of the replica.
+        """
         ranks = self.dp_group.size()
         buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers]
         held = sum(buffer.grad_data.nbytes + buffer.param_data.nbytes for buffer in buffers)
-        return held * (ranks - 1) // ranks
+        total = torch.tensor(held * (ranks - 1), device=self.device)
+        dist.all_reduce(total)  # the default group is the replica
+        return total.item() // ranks**2
