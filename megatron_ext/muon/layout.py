@@ -3,10 +3,11 @@
 Megatron-core's DDP reduce-scatters a bucket in equal shards over the data-parallel ranks. Its own
 layouts let a shard begin anywhere in a parameter; here every matrix lies whole in one shard, so
 that the reduce-scatter brings its complete gradient to one rank. Embedding and head are too large
-for that and are spread by whole rows.
+for that and are spread by whole rows. Shards are packed to equal sizes, which the reduce-scatter
+needs, and within that freedom to equal work for the optimizer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,32 +46,46 @@ class ChunkLayout:
     contents: tuple[int, ...]  # elements of each bucket without padding
 
 
-def lay_out(parameters: Sequence[LogicalParameter], shards: int) -> ChunkLayout:
-    """Place the parameters of one model chunk, given in order of registration.
+def lay_out(
+    parameters: Sequence[LogicalParameter], work: Sequence[int], shards: int
+) -> ChunkLayout:
+    """Place the parameters of one model chunk.
 
     Buckets follow the backward pass, from the last parameter to the first, because DDP reduces a
     bucket as soon as its gradients are there.
+
+    Args:
+        parameters: in order of registration.
+        work: for each, what its update costs the rank that holds its shard, in FLOPs.
+        shards: data-parallel ranks.
     """
     placements: dict[int, Placement] = {}
     buckets: list[tuple[int, int]] = []
     contents: list[int] = []
-
-    def close(group: list[int]) -> None:
-        if not group:
-            return
+    done = [0] * shards
+    for group in _group(parameters, work, shards):
         start = buckets[-1][1] if buckets else 0
-        placed, end = _pack(group, parameters, shards, start, len(buckets))
-        placements.update(placed)
+        numels = {index: _numel(parameters[index]) for index in group}
+        if _spread(parameters[group[0]]):
+            placed, end = _spread_out(group[0], parameters[group[0]], shards, start, len(buckets))
+        else:
+            chosen, shard_numel = _pack(numels, work, done)
+            end = start + shards * shard_numel
+            placed = {
+                index: Placement(begin, begin + numels[index], len(buckets), shard)
+                for index, (shard, offset) in chosen.items()
+                for begin in [start + shard * shard_numel + offset]
+            }
+        placements |= placed
         buckets.append((start, end))
-        contents.append(sum(_numel(parameters[index]) for index in group))
-
-    for group in _group(parameters, shards):
-        close(group)
+        contents.append(sum(numels.values()))
     ordered = tuple(placements[index] for index in range(len(parameters)))
     return ChunkLayout(ordered, tuple(buckets), tuple(contents))
 
 
-def _group(parameters: Sequence[LogicalParameter], shards: int) -> list[list[int]]:
+def _group(
+    parameters: Sequence[LogicalParameter], work: Sequence[int], shards: int
+) -> list[list[int]]:
     """Indices of the parameters of each bucket, in backward order."""
     groups: list[list[int]] = []
     current: list[int] = []
@@ -79,7 +94,7 @@ def _group(parameters: Sequence[LogicalParameter], shards: int) -> list[list[int
         nonlocal current
         # What is left over at the end of a run of layers may be too little to pack well.
         follows_layers = groups and not _spread(parameters[groups[-1][0]])
-        if current and follows_layers and not _full(current, parameters, shards):
+        if current and follows_layers and not _full(current, parameters, work, shards):
             current = groups.pop() + current
         if current:
             groups.append(current)
@@ -91,48 +106,56 @@ def _group(parameters: Sequence[LogicalParameter], shards: int) -> list[list[int
             groups.append([index])
             continue
         current.append(index)
-        if _full(current, parameters, shards):
+        if _full(current, parameters, work, shards):
             groups.append(current)
             current = []
     finish_run()
     return groups
 
 
-def _full(group: list[int], parameters: Sequence[LogicalParameter], shards: int) -> bool:
-    content = sum(_numel(parameters[index]) for index in group)
+def _full(
+    group: list[int], parameters: Sequence[LogicalParameter], work: Sequence[int], shards: int
+) -> bool:
+    numels = {index: _numel(parameters[index]) for index in group}
+    content = sum(numels.values())
     if content < _BUCKET_NUMEL:
         return False
-    _, end = _pack(group, parameters, shards, 0, 0)
-    return end <= (1 + _MOST_PADDING) * content
+    _, shard_numel = _pack(numels, work, [0] * shards)
+    return shards * shard_numel <= (1 + _MOST_PADDING) * content
 
 
 def _pack(
-    group: list[int],
-    parameters: Sequence[LogicalParameter],
-    shards: int,
-    start: int,
-    bucket: int,
-) -> tuple[dict[int, Placement], int]:
-    """Place a bucket at `start`; returns the placements and the bucket's end."""
-    if _spread(parameters[group[0]]):
-        (index,) = group
-        rows, cols = parameters[index].local_shape
-        rows_per_shard = -(-rows // shards)
-        placement = Placement(start, start + rows * cols, bucket, None, rows_per_shard)
-        return {index: placement}, start + rows_per_shard * cols * shards
-    # Largest first, each to the emptiest shard: within 4/3 of the best packing (Graham, 1969).
+    numels: Mapping[int, int], work: Sequence[int], done: list[int]
+) -> tuple[dict[int, tuple[int, int]], int]:
+    """Shard and offset of each parameter of a bucket, and the elements that a shard needs.
+
+    Largest first, each to the shard with the least work so far, `done`, among those that have room;
+    where none has, to the emptiest. Sizes alone would be within 4/3 of the best packing (Graham,
+    1969). What is placed is added to `done`.
+    """
+    shards = len(done)
+    room = (1 + _MOST_PADDING) * sum(numels.values()) / shards
     loads = [0] * shards
     chosen: dict[int, tuple[int, int]] = {}
-    for index in sorted(group, key=lambda index: -_numel(parameters[index])):
-        shard = min(range(shards), key=loads.__getitem__)
+    for index in sorted(numels, key=lambda index: (-numels[index], index)):
+        fitting = [shard for shard in range(shards) if loads[shard] + numels[index] <= room]
+        if fitting:
+            shard = min(fitting, key=lambda shard: (done[shard], loads[shard]))
+        else:
+            shard = min(range(shards), key=loads.__getitem__)
         chosen[index] = (shard, loads[shard])
-        loads[shard] += -(-_numel(parameters[index]) // _ALIGNMENT) * _ALIGNMENT
-    shard_numel = max(loads)
-    placements = {}
-    for index, (shard, offset) in chosen.items():
-        begin = start + shard * shard_numel + offset
-        placements[index] = Placement(begin, begin + _numel(parameters[index]), bucket, shard)
-    return placements, start + shard_numel * shards
+        loads[shard] += -(-numels[index] // _ALIGNMENT) * _ALIGNMENT
+        done[shard] += work[index]
+    return chosen, max(loads)
+
+
+def _spread_out(
+    index: int, parameter: LogicalParameter, shards: int, start: int, bucket: int
+) -> tuple[dict[int, Placement], int]:
+    rows, cols = parameter.local_shape
+    rows_per_shard = -(-rows // shards)
+    placement = Placement(start, start + rows * cols, bucket, None, rows_per_shard)
+    return {index: placement}, start + rows_per_shard * cols * shards
 
 
 def _spread(parameter: LogicalParameter) -> bool:

@@ -13,6 +13,7 @@ from megatron_ext.model.logical import LogicalParameter, Segment
 from megatron_ext.muon.layout import ChunkLayout, lay_out
 from megatron_ext.muon.newton_schulz import newton_schulz_flops
 from megatron_ext.muon.routing import Route
+from megatron_ext.muon.views import total_numel
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,24 @@ class StagePlan:
             flops[matrix.home][matrix.shard] += newton_schulz_flops(matrix.shape, steps=1)
         return flops
 
+    def exchange_bytes(self, tp_rank: int, dp_rank: int, weight_bytes: int) -> int:
+        """What one rank sends each step between pieces and homes: FP32 gradients, then weights.
+
+        `weight_bytes` is the size of one element of the model's weights.
+        """
+        gradients = weights = 0
+        for unit in self.matrices:
+            if unit.shard != dp_rank:
+                continue
+            sizes = [total_numel([segment.size for segment in pieces]) for pieces in unit.pieces]
+            if unit.home == tp_rank:
+                weights += sum(sizes) - sizes[tp_rank]
+            else:
+                gradients += sizes[tp_rank]
+        vectors = [unit for unit in self.vectors if unit.shard == dp_rank and unit.home == tp_rank]
+        weights += sum(unit.shape[0] * (self.tp - 1) for unit in vectors)
+        return 4 * gradients + weight_bytes * weights
+
     def padding(self) -> float:
         """Elements of the buffers for each element of the parameters in them."""
         held = sum(sum(layout.contents) for layout in self.layouts)
@@ -90,7 +109,9 @@ def plan_stage(
         tp: tensor-parallel ranks.
         dp: data-parallel ranks (times context-parallel, which shares the gradient reduction).
     """
-    layouts = tuple(lay_out(chunk, dp) for chunk in chunks)
+    layouts = tuple(
+        lay_out(chunk, [_work(parameter, routes) for parameter in chunk], dp) for chunk in chunks
+    )
     placements = [place for layout in layouts for place in layout.placements]
     parameters = tuple(parameter for chunk in chunks for parameter in chunk)
     whole = [
@@ -128,6 +149,15 @@ def _find_homes(matrices: list[Unit], tp: int, dp: int) -> tuple[Unit, ...]:
                 Unit(matrix.name, matrix.shape, matrix.parameter, matrix.pieces, shard, home)
             )
     return tuple(homes)
+
+
+def _work(parameter: LogicalParameter, routes: Mapping[str, Route]) -> int:
+    """Newton–Schulz FLOPs of one iteration on the matrices that have pieces in a parameter."""
+    return sum(
+        newton_schulz_flops(shape, 1)
+        for name, shape in parameter.shapes.items()
+        if routes[name].optimizer == "muon"
+    )
 
 
 def _pieces(parameter: LogicalParameter, name: str) -> tuple[tuple[Segment, ...], ...]:
