@@ -186,8 +186,7 @@ class Replicas:
         here = [rank for rank in behind if rank // self.world_size == self.index]
         if behind:
             return f"waited in vain for {self.names(here or behind)}"
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"a collective failed while every process is alive: {reason}"
+        return f"a collective failed while every process is alive: {_first_line(error)}"
 
     def names(self, launcher_ranks: Iterable[int]) -> str:
         """Like "replica 1 rank 0 (last seen at step 97), …", for a message."""
@@ -207,9 +206,10 @@ class Replicas:
         cause = error is not None and not isinstance(error, PeerError)
         # Without the store nobody is left to be told.
         with suppress(RuntimeError):
-            self._presence.leave(f"{error or type(error).__name__}" if cause else "")
+            self._presence.leave(_first_line(error) if cause else "")
         self.link = None
-        if dist.is_initialized():
+        # A group that waits for a lost peer might never shut down; the process ends anyway.
+        if error is None and dist.is_initialized():
             dist.destroy_process_group()
 
     def __enter__(self) -> "Replicas":
@@ -242,6 +242,8 @@ def join(
     _check_world_size(parallel, world_size)
     cuda = torch.cuda.is_available()
     backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    # With more, compute may start before the communication that megatron-core overlaps it with.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     timeout = timedelta(seconds=timeout_seconds)
@@ -250,16 +252,17 @@ def join(
 
     os.environ["RANK"] = str(replicas.rank)
     os.environ["WORLD_SIZE"] = str(replicas.world_size)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(f"replica/{replicas.index}", replicas.store),
-        rank=replicas.rank,
-        world_size=replicas.world_size,
-        timeout=timeout,
-    )
-    if replicas.count > 1:
-        store = PrefixStore(f"link/{replicas.rank}", replicas.store)
-        replicas.link = _build_group(store, replicas.index, replicas.count, timeout)
+    with replicas.guard("start"):
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"replica/{replicas.index}", replicas.store),
+            rank=replicas.rank,
+            world_size=replicas.world_size,
+            timeout=timeout,
+        )
+        if replicas.count > 1:
+            store = PrefixStore(f"link/{replicas.rank}", replicas.store)
+            replicas.link = _build_group(store, replicas.index, replicas.count, timeout)
     return replicas
 
 
@@ -327,6 +330,10 @@ def _build_group(store: Store, rank: int, size: int, timeout: timedelta) -> Proc
         group._set_default_backend(kinds.NCCL)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
     return group
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _is_peer_failure(error: RuntimeError) -> bool:
