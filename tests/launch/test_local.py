@@ -20,7 +20,7 @@ from launch.local import RankFailure, supervise
 from megatron_ext import presence
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.replicas import ParallelConfig, join
-from pretrain import loop
+from pretrain import exit, loop
 from pretrain.config import load
 from tests.pretrain.corpus import write_corpus
 from tests.pretrain.runs import SMALL
@@ -139,50 +139,43 @@ def test_ranks_that_ignore_sigterm_are_killed(monkeypatch):
     assert str(failure(train)) == "replica 0 rank 0: gone"
 
 
-SLEEPER = """
-import os, sys, time
-from launch import local
-from megatron_ext.replicas import ParallelConfig
-from pretrain import exit
-
-def train():
-    print(os.getpid(), flush=True)
-    time.sleep(600)
-
-sys.exit(exit.run(lambda: local.supervise(train, ParallelConfig(dp=2))))
-"""
-
-
 @pytest.fixture
-def sleeper():
+def sleeper(capfd):
     """A launcher in a process of its own, and the ids of its two sleeping ranks."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLEEPER],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    yield process, [int(process.stdout.readline()) for _ in range(2)]
-    process.kill()
-    process.communicate()
+    reading, writing = os.pipe()
+
+    def train() -> None:
+        os.write(writing, b"%d\n" % os.getpid())
+        time.sleep(600)
+
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            code = exit.run(lambda: supervise(train, ParallelConfig(dp=2)))
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        yield pid, [int(pipe.readline()) for _ in range(2)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_to_the_launcher_ends_all_ranks(sleeper, number):
-    process, ranks = sleeper
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == 128 + number, errors
-    assert errors.splitlines()[-1] == f"error: stopped by {number.name}"
-    assert all(_ends(pid) for pid in ranks)
+def test_signal_to_the_launcher_ends_all_ranks(sleeper, number, capfd):
+    pid, ranks = sleeper
+    os.kill(pid, number)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + number
+    assert capfd.readouterr().err == f"error: stopped by {number.name}\n"
+    assert all(_ends(rank) for rank in ranks)
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(sleeper):
-    process, ranks = sleeper
-    process.kill()
-    process.wait()
-    assert all(_ends(pid) for pid in ranks)
+    pid, ranks = sleeper
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert all(_ends(rank) for rank in ranks)
 
 
 def _ends(pid: int) -> bool:
