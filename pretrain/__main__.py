@@ -9,6 +9,10 @@ from pretrain import exit
 def main(arguments: list[str]) -> int:
     """Train by a recipe, or show the configuration; returns the exit code."""
     exit.quieten_imports()
+    if arguments[:1] == ["checkpoint"]:
+        from pretrain import checkpoint
+
+        return checkpoint.main(arguments[1:])
     options = _parse(arguments)
     return exit.run(lambda: _train_or_show(options), options.debug)
 

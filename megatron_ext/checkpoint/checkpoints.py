@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.checkpoint import folders, manifest
+from megatron_ext.checkpoint import folders
 from megatron_ext.checkpoint.agreement import Council
 from megatron_ext.checkpoint.loading import InnerState, Load, verify
+from megatron_ext.checkpoint.saved import find
 from megatron_ext.checkpoint.saving import Save, Written
 from megatron_ext.checkpoint.staging import Staging, in_place
 from megatron_ext.checkpoint.state import TrainingState
-from megatron_ext.errors import ConfigError, DataError, StackError, TrainingError
+from megatron_ext.errors import ConfigError, StackError, TrainingError
 from megatron_ext.replicas import Replicas
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class Checkpoints:
         self._mend_latest(newest)
         if resume == "auto":
             return newest
-        chosen = None if resume == "none" else _resolve(Path(resume))
+        chosen = None if resume == "none" else find(Path(resume))[-1]
         clash = newest is not None and (
             chosen is None or (chosen.parent.samefile(self._root) and chosen.name != newest.name)
         )
@@ -172,15 +173,3 @@ class _Background(threading.Thread):
             what = f"checkpoint of step {step}"
             logger.exception("%s", what)
             self.outcome = Outcome(step, error=TrainingError(f"{what} failed: {error!r}"))
-
-
-def _resolve(path: Path) -> Path:
-    """The checkpoint that a user's path means: itself, or the newest in a folder of them."""
-    if (path / manifest.NAME).is_file() or folders.step_of(path) is not None:
-        if not path.is_dir():
-            raise DataError(f"resume={path}: there is no such checkpoint")
-        return path
-    for folder in (path, path / "checkpoints"):
-        if found := folders.committed(folder):
-            return found[-1]
-    raise DataError(f"resume={path}: there is no checkpoint there")

@@ -5,6 +5,7 @@ restriction: a checkpoint from elsewhere could run any code. So this project put
 tensors into a folder, and lets core read it only after `read` has gone through the whole index.
 """
 
+import math
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,11 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     blocks: int  # in how many pieces it is stored
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read(folder: Path) -> dict[str, Entry]:

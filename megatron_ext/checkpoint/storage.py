@@ -3,6 +3,7 @@
 import logging
 import math
 import queue
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,9 +100,18 @@ def read(folder: Path, tensors: Iterable[StateTensor]) -> None:
     index.read(folder)
     strategy = torch_strategies.TorchDistLoadShardedStrategy()
     try:
-        strategy.load(_sharded(tensors), folder)
+        with each_rank_by_itself():
+            strategy.load(_sharded(tensors), folder)
     except (CheckpointException, Exception) as error:
         raise DataError(f"{folder} cannot be loaded: {describe(error)}") from error
+
+
+@contextmanager
+def each_rank_by_itself() -> Iterator[None]:
+    """Keep torch from warning, at each load inside, that ranks read without talking."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 class _Strategy(torch_strategies.TorchDistSaveShardedStrategy):
