@@ -140,9 +140,10 @@ def test_ranks_that_ignore_sigterm_are_killed(monkeypatch):
 
 
 @pytest.fixture
-def sleeper(capfd):
-    """A launcher in a process of its own, and the ids of its two sleeping ranks."""
+def sleeper(tmp_path):
+    """A launcher in a process of its own, the ids of its two sleeping ranks, and its stderr."""
     reading, writing = os.pipe()
+    errors = tmp_path / "stderr"
 
     def train() -> None:
         os.write(writing, b"%d\n" % os.getpid())
@@ -152,27 +153,27 @@ def sleeper(capfd):
     if pid == 0:
         code = 99
         try:
-            code = exit.run(lambda: supervise(train, ParallelConfig(dp=2)))
+            with errors.open("w") as sys.stderr:
+                code = exit.run(lambda: supervise(train, ParallelConfig(dp=2)))
         finally:
-            sys.stderr.flush()
             os._exit(code)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        yield pid, [int(pipe.readline()) for _ in range(2)]
+        yield pid, [int(pipe.readline()) for _ in range(2)], errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_to_the_launcher_ends_all_ranks(sleeper, number, capfd):
-    pid, ranks = sleeper
+def test_signal_to_the_launcher_ends_all_ranks(sleeper, number):
+    pid, ranks, errors = sleeper
     os.kill(pid, number)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 128 + number
-    assert capfd.readouterr().err == f"error: stopped by {number.name}\n"
+    assert errors.read_text() == f"error: stopped by {number.name}\n"
     assert all(_ends(rank) for rank in ranks)
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(sleeper):
-    pid, ranks = sleeper
+    pid, ranks, _ = sleeper
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert all(_ends(rank) for rank in ranks)
