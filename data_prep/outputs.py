@@ -161,7 +161,7 @@ def _join_rejects(work: WorkFolder, result: Result) -> None:
     with fresh.open("wb") as joined:
         for unit, _ in result.done:
             path = work.unit_folder(unit) / REJECTS
-            if path.stat().st_size:
+            if path.exists():
                 joined.write(path.read_bytes())
     if fresh.stat().st_size:
         fresh.replace(work.out / REJECTS)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from data_prep import files, parquet, records, streams
+from data_prep import files, records, streams
 from data_prep.errors import DataError
 from data_prep.plan import Input, Options, Scan, Unit
 
@@ -74,6 +74,8 @@ def scan(source: Input, options: Options, advance: Callable[[int], None]) -> Sca
 
 def _scan_parquet(source: Input, options: Options, advance: Callable[[int], None]) -> Scan:
     """Units of as many rows as make about `unit_bytes` of the text column."""
+    from data_prep import parquet  # arrow is slow to import, and starts threads
+
     rows, text_bytes = parquet.measure(source.path, options.text_column)
     unit_rows = max(1, options.unit_bytes * rows // max(text_bytes, 1))
     return Scan(
@@ -109,6 +111,8 @@ def items(source: Input, kind: str, unit: Unit, options: Options) -> Iterator[It
 
 
 def _parquet_items(source: Input, unit: Unit, options: Options) -> Iterator[Item]:
+    from data_prep import parquet
+
     rows = parquet.texts(
         source.path, options.text_column, unit.start, unit.end, options.max_record_bytes
     )

@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
@@ -67,39 +67,42 @@ class Worker:
         self.work.commit_unit(unit, fresh, {"unit": unit.name, **writer.close(unit.end)})
 
 
-@dataclass
 class _Part:
-    """The documents of one split of a unit: `<split>.bin`, and int32 `<split>.lengths`."""
+    """The documents of one split of a unit: `<split>.bin`, and int32 `<split>.lengths`.
 
-    bin: BinaryIO
-    lengths: BinaryIO
-    documents: int = 0
-    tokens: int = 0
-    sha256: "hashlib._Hash" = field(default_factory=hashlib.sha256)
+    The files are there only where documents are.
+    """
 
-    @staticmethod
-    def create(folder: Path, split: str) -> "_Part":
-        return _Part((folder / f"{split}.bin").open("wb"), (folder / f"{split}.lengths").open("wb"))
+    def __init__(self, folder: Path, split: str):
+        self._paths = [folder / f"{split}.bin", folder / f"{split}.lengths"]
+        self._files: list[BinaryIO] = []
+        self._sha256 = hashlib.sha256()
+        self.documents = self.tokens = self.bytes = 0
 
     def add(self, documents: list[np.ndarray]) -> None:
-        data = np.concatenate(documents).tobytes()
+        if not documents:
+            return
+        if not self._files:
+            self._files = [path.open("wb") for path in self._paths]
+        tokens = np.concatenate(documents)
         lengths = np.array([len(ids) for ids in documents], dtype="<i4")
-        self.bin.write(data)
-        self.lengths.write(lengths.tobytes())
-        self.sha256.update(data)
+        for file, values in zip(self._files, (tokens, lengths), strict=True):
+            file.write(values.data)
+        self._sha256.update(tokens.data)
         self.documents += len(documents)
-        self.tokens += int(lengths.sum(dtype=np.int64))
+        self.tokens += len(tokens)
+        self.bytes += tokens.nbytes
 
     def close(self) -> dict:
-        for file in (self.bin, self.lengths):
+        for file in self._files:
             file.flush()
             os.fsync(file.fileno())
             file.close()
         return {
             "documents": self.documents,
             "tokens": self.tokens,
-            "bytes": Path(self.bin.name).stat().st_size,
-            "sha256": self.sha256.hexdigest(),
+            "bytes": self.bytes,
+            "sha256": self._sha256.hexdigest(),
         }
 
 
@@ -118,8 +121,8 @@ class _UnitWriter:
         self.position = 0
         self.bad_reported = 0
         self.folder = folder
-        self.rejects = (folder / "rejects.jsonl").open("w", encoding="utf-8", newline="\n")
-        self.parts = {split: _Part.create(folder, split) for split in SPLITS}
+        self.rejects: list[str] = []
+        self.parts = {split: _Part(folder, split) for split in SPLITS}
         self.threshold = int(self.options.validation * 2**64)
 
     def add(self, item: Item) -> None:
@@ -152,7 +155,7 @@ class _UnitWriter:
             "reason": skipped.reason,
             "detail": skipped.detail,
         }
-        self.rejects.write(files.json_line(row))
+        self.rejects.append(files.json_line(row))
 
     def _encode(self, position: int) -> None:
         """Encode what is batched; `position` is how far the unit has been read."""
@@ -160,8 +163,7 @@ class _UnitWriter:
         split = [self._is_held_out(item.text) for item in self.batch]
         for name, held_out in zip(SPLITS, (False, True), strict=True):
             chosen = [ids for ids, out in zip(documents, split, strict=True) if out == held_out]
-            if chosen:
-                self.parts[name].add(chosen)
+            self.parts[name].add(chosen)
         bad = self.bad
         self.report(
             Step(
@@ -205,7 +207,8 @@ class _UnitWriter:
 
     def close(self, end: int) -> dict:
         self._encode(end)
-        self.rejects.close()
+        if self.rejects:
+            files.write_text(self.folder / "rejects.jsonl", "".join(self.rejects))
         return {
             "records": self.records,
             "skipped": dict(sorted(self.skipped.items())),

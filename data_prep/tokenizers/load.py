@@ -7,9 +7,6 @@ from pathlib import Path
 from data_prep.errors import UsageError
 from data_prep.tokenizers.base import Tokenizer
 from data_prep.tokenizers.encoder import Encoder
-from data_prep.tokenizers.huggingface import HuggingFaceTokenizer
-from data_prep.tokenizers.ranks import from_rank_file, from_tekken
-from data_prep.tokenizers.sentencepiece_model import SentencePieceTokenizer
 
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
@@ -34,13 +31,18 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def _open(path: Path) -> Tokenizer:
+    """Each adapter's library is imported only when its kind of file is opened."""
     with path.open("rb") as file:
         head = file.read(64)
     try:
         if head.lstrip()[:1] == b"{":
             return _open_json(path)
         if _RANK_LINE.match(head):
+            from data_prep.tokenizers.ranks import from_rank_file
+
             return from_rank_file(path)
+        from data_prep.tokenizers.sentencepiece_model import SentencePieceTokenizer
+
         return SentencePieceTokenizer(path)
     except ValueError as error:
         raise UsageError(f"--tokenizer {path}: {error}") from error
@@ -49,7 +51,11 @@ def _open(path: Path) -> Tokenizer:
 def _open_json(path: Path) -> Tokenizer:
     description = json.loads(path.read_text(encoding="utf-8"))
     if "vocab" in description and "config" in description:
+        from data_prep.tokenizers.ranks import from_tekken
+
         return from_tekken(description)
     if "model" in description:
+        from data_prep.tokenizers.huggingface import HuggingFaceTokenizer
+
         return HuggingFaceTokenizer(path, description)
     raise ValueError("this JSON is neither a tokenizer.json nor a tekken file")
