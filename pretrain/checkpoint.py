@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from megatron_ext.checkpoint import folders
 from megatron_ext.checkpoint.saved import Difference, Saved, differences, find
-from megatron_ext.errors import DataError
+from megatron_ext.errors import ConfigError, DataError
 from pretrain import exit
 
 PATH_HELP = "a run's folder, its checkpoints/, or one step's folder"
@@ -47,6 +47,15 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("second", type=Path, metavar="B", help=PATH_HELP)
     diff.add_argument("--kind", action="append", default=[], help="only master, anchor, momentum …")
     diff.add_argument("--top", type=int, default=20, help="show so many; 0 shows all")
+    to_hf = add("export", _export, "Write the global weights as a Hugging Face model.")
+    to_hf.add_argument("path", type=Path, metavar="PATH", help=PATH_HELP)
+    to_hf.add_argument("output", type=Path, metavar="OUT", help="a folder that is not there yet")
+    to_hf.add_argument("--format", choices=["hf"], default="hf", help="the only one so far")
+    to_hf.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    to_hf.add_argument(
+        "--config", type=Path, help="config.yaml of the run; else the one beside its checkpoints/"
+    )
+    to_hf.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
     return parser
 
 
@@ -215,6 +224,43 @@ def _diff(options: argparse.Namespace) -> None:
         table.add_row(row.folder, row.key, *numbers)
     console.print(table)
     console.print(f"{len(found)} tensors differ, {len(shown)} are shown")
+
+
+def _export(options: argparse.Namespace) -> None:
+    import torch
+
+    from megatron_ext.checkpoint import huggingface
+    from pretrain import hf_tokenizer
+    from pretrain.config import load
+    from pretrain.data import BlendFile
+
+    saved = Saved(find(options.path)[-1])
+    path = options.config or saved.path.resolve().parent.parent / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{path} is not there; --config names the config.yaml of the run")
+    config = load(path).config
+    tokenizer = None
+    if not options.no_tokenizer:
+        blend = BlendFile(Path(config.data.blend))
+        tokenizer = blend.blend.tokenizer
+    with _progress(options.json) as progress:
+        task = progress.add_task("exporting", total=saved.global_bytes)
+        dtype = getattr(torch, options.dtype)
+        with huggingface.new_folder(options.output) as folder:
+            eod = tokenizer and tokenizer.eod
+            huggingface.write(
+                saved, config.model, folder, dtype, eod, lambda size: progress.advance(task, size)
+            )
+            if tokenizer:
+                hf_tokenizer.export(
+                    tokenizer.kind, blend.path.parent / tokenizer.path, tokenizer.eod, folder
+                )
+    if options.json:
+        print(
+            json.dumps({"path": str(saved.path), "step": saved.step, "output": str(options.output)})
+        )
+    else:
+        _console().print(f"global weights of step {saved.step} are in {options.output}")
 
 
 def _farthest_first(difference: Difference) -> tuple[bool, float]:

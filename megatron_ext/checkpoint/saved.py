@@ -89,6 +89,13 @@ class Saved:
                 raise DataError(f"{self.path / folder} cannot be read: {describe(error)}") from None
             yield from tensors.items()
 
+    @property
+    def global_bytes(self) -> int:
+        """Size of the global weights."""
+        folder, kind = self.global_folder
+        entries = self.entries(folder).items()
+        return sum(entry.bytes for key, entry in entries if key.startswith(f"{kind}."))
+
     def global_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The global weights by logical name, each a whole fp32 tensor."""
         folder, kind = self.global_folder
