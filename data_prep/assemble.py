@@ -9,17 +9,16 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from data_prep import files, indexed
+from data_prep import files, indexed, sampling
 from data_prep.errors import DataError
 from data_prep.plan import Plan, Unit
+from data_prep.selection import SPLITS
 from data_prep.work import WorkFolder
-from data_prep.worker import SPLITS
 
-# GPTDataset's document index is int32.
-MAX_DOCUMENTS = 2**31 - 1
 _CHUNK_BYTES = 1 << 22
 
 
@@ -40,9 +39,13 @@ class Output:
 
 @dataclass(frozen=True)
 class Piece:
-    """The documents that one unit gives to one output."""
+    """The documents that one unit gives to one output.
+
+    `sha256` is that of the unit's whole part, of which only hashes under `below` are taken.
+    """
 
     unit: Unit
+    below: int
     documents: int
     tokens: int
     bytes: int
@@ -66,37 +69,36 @@ class Target:
         return sum(piece.tokens for piece in self.pieces)
 
 
-def targets(
-    plan: Plan, done: list[tuple[Unit, dict]], max_documents: int = MAX_DOCUMENTS
-) -> list[Target]:
-    """The outputs of finished units (with their receipts), training before validation.
+def targets(plan: Plan, done: list[tuple[Unit, dict]], below: int) -> list[Target]:
+    """The outputs of finished units (with their trimmed receipts), training before validation.
 
-    A partition is cut into numbered outputs where it would exceed `max_documents`.
+    A partition is cut into numbered outputs where it would exceed `documents_per_output`.
     """
     found = []
     for split in SPLITS:
         pieces: dict[str, list[Piece]] = {}
         for unit, receipt in done:
             if receipt["parts"][split]["documents"]:
-                part = Piece(unit, **receipt["parts"][split])
+                part = Piece(unit, below, **receipt["parts"][split])
                 pieces.setdefault(plan.inputs[unit.input].partition, []).append(part)
         for partition in sorted(pieces, key=os.fsencode):
             name = partition if split == "train" else f"{partition}.{split}"
-            groups = list(_groups(pieces[partition], max_documents))
+            groups = list(grouped(pieces[partition], plan.options.documents_per_output))
             for number, group in enumerate(groups):
                 prefix = name if len(groups) == 1 else f"{name}-{number:05d}"
                 found.append(Target(prefix, split, tuple(group)))
     return found
 
 
-def _groups(pieces: list[Piece], max_documents: int) -> Iterator[list[Piece]]:
+def grouped(pieces: list[Piece], max_documents: int) -> Iterator[list[Piece]]:
+    """Consecutive pieces that stay within `max_documents` together."""
     group: list[Piece] = []
     documents = 0
     for piece in pieces:
         if piece.documents > max_documents:
             raise DataError(
-                f"unit {piece.unit.name} holds {piece.documents} documents, more than one output "
-                f"may ({max_documents}); use a smaller --unit-bytes"
+                f"a unit holds {piece.documents} documents, more than one output may "
+                f"({max_documents}); use a smaller --unit-bytes"
             )
         if documents + piece.documents > max_documents:
             yield group
@@ -124,7 +126,11 @@ def assemble(
 
     def lengths() -> Iterator[np.ndarray]:
         for piece in target.pieces:
-            yield np.fromfile(work.unit_folder(piece.unit) / f"{target.split}.lengths", dtype="<i4")
+            folder = work.unit_folder(piece.unit)
+            found = sampling.lengths_of(folder, target.split)
+            if piece.below < sampling.ALL:
+                found = found[sampling.kept_of(folder, target.split, piece.below)]
+            yield found
 
     indexed.write_index(idx_path, dtype, lengths, target.documents)
     for path in (bin_path, idx_path):
@@ -162,7 +168,7 @@ def _append(work: WorkFolder, target: Target, path: Path, advance: Callable[[int
     return digest.hexdigest()
 
 
-def _take_up(file, digest, size: int, path: Path) -> None:
+def _take_up(file: BinaryIO, digest: "hashlib._Hash", size: int, path: Path) -> None:
     """Leave exactly the first `size` bytes of `file`, hashed into `digest`."""
     remaining = size
     while remaining:
@@ -178,15 +184,23 @@ def _take_up(file, digest, size: int, path: Path) -> None:
     file.seek(size)
 
 
-def _copy(part: Path, piece: Piece, file, digest) -> None:
+def _copy(part: Path, piece: Piece, file: BinaryIO, digest: "hashlib._Hash") -> None:
     own = hashlib.sha256()
     with part.open("rb") as source:
         while chunk := source.read(_CHUNK_BYTES):
             own.update(chunk)
-            digest.update(chunk)
-            file.write(chunk)
+            if piece.below == sampling.ALL:
+                digest.update(chunk)
+                file.write(chunk)
     if own.hexdigest() != piece.sha256:
         raise DataError(
             f"{part}: is not what was written (its hash differs); the disk damaged it: delete "
             f"{part.parent} and run the same command again"
         )
+    if piece.below < sampling.ALL:
+        kept = sampling.kept_of(part.parent, part.stem, piece.below)
+        lengths = sampling.lengths_of(part.parent, part.stem)
+        dtype = f"u{piece.bytes // max(piece.tokens, 1)}"
+        data = np.fromfile(part, dtype=dtype)[np.repeat(kept, lengths)].tobytes()
+        digest.update(data)
+        file.write(data)

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from data_prep import inspection, outputs
@@ -121,6 +122,14 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     add("--eod", help="append: an id or a piece (default: the model's own eos)")
     add("--max-record-bytes", type=_size, default=_size("64M"), help="default: 64M")
     add("--unit-bytes", type=_size, default=_size("128M"), help="grain of work (default: 128M)")
+    add("--max-tokens", type=_count, default=0, metavar="N", help="an unbiased subset: at most N")
+    add(
+        "--documents-per-output",
+        type=_positive,
+        default=Options().documents_per_output,
+        metavar="N",
+        help="cut larger partitions into numbered outputs (default: %(default)s)",
+    )
     add("--shard", type=_shard, default=(0, 1), metavar="i/n", help="do part i of n (from 0)")
 
 
@@ -162,6 +171,8 @@ def _tokenize(args: argparse.Namespace) -> None:
         max_record_bytes=args.max_record_bytes,
         bad_records=args.bad_records,
         max_bad=fraction(args.max_bad, "--max-bad"),
+        max_tokens=args.max_tokens,
+        documents_per_output=args.documents_per_output,
     )
     request = Request(
         given=args.given,
@@ -249,6 +260,18 @@ def _size(text: str) -> int:
     if unit not in _UNITS or not number.isdecimal() or int(number) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or 64M, 1G")
     return int(number) * _UNITS[unit]
+
+
+def _count(text: str) -> int:
+    """`300B`, `1.5T`, `2M` or a plain number, in powers of ten."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    try:
+        value = Fraction(number) * {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}[unit]
+    except (KeyError, ValueError, ZeroDivisionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; write 300B or 2.5M") from error
+    if value < 1 or value.denominator != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 up")
+    return int(value)
 
 
 def _shard(text: str) -> tuple[int, int]:

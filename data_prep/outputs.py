@@ -31,6 +31,7 @@ class Result:
     targets: list[Target]
     outputs: list[Output]
     library: str
+    below: int  # sampling hashes that were taken
 
 
 def publish(work: WorkFolder, result: Result) -> dict:
@@ -63,6 +64,7 @@ def manifest(result: Result, tokenizer_name: str) -> dict:
         "tokenizer": {"path": tokenizer_name, **result.plan.tokenizer},
         "versions": {"data_prep": "1", "library": result.library, "numpy": _version("numpy")},
         "root": result.plan.root,
+        "sampled_below": result.below,
         "inputs": _inputs(result),
         "outputs": [
             {

@@ -25,6 +25,8 @@ class Options:
     max_record_bytes: int = 64 << 20
     bad_records: str = "stop"  # or "skip"
     max_bad: Fraction = Fraction(1, 1000)  # share of the records, with bad_records="skip"
+    max_tokens: int = 0  # 0: all
+    documents_per_output: int = 2**31 - 1  # GPTDataset's document index is int32
 
     def as_dict(self) -> dict:
         return {

@@ -18,6 +18,10 @@ class Item(NamedTuple):
     text: str | None
     skipped: records.Skipped | None
 
+    def skip(self, reason: str) -> "Item":
+        """The same record, giving no document."""
+        return self._replace(text=None, skipped=records.Skipped(reason))
+
 
 class _Hashed:
     """A file that hashes and reports what is read from it."""

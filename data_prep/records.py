@@ -5,6 +5,7 @@ import json
 # Skipped and counted, not defects.
 BLANK_LINE = "blank-line"
 EMPTY_TEXT = "empty-text"
+NOT_SAMPLED = "not-sampled"
 # Defects: `--bad-records` says what happens.
 INVALID_UTF8 = "invalid-utf8"
 INVALID_JSON = "invalid-json"

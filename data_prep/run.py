@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep import assemble, estimate, files, outputs, sources
-from data_prep.errors import DataError, DataPrepError
+from data_prep import assemble, estimate, files, outputs, sampling, sources
+from data_prep.errors import DataError, DataPrepError, UsageError
 from data_prep.executor import LocalPool, Task, run_in_process
 from data_prep.plan import Input, Options, Plan, Unit
 from data_prep.progress import Reporter
@@ -34,7 +34,13 @@ class Request:
 
 
 def tokenize(request: Request, reporter: Reporter) -> dict:
-    """Do what is asked and return the manifest; nothing but the manifest of a finished run anew."""
+    """Do what is asked and return the manifest; of a finished run, only return it.
+
+    Raises:
+        DataPrepError, UsageError, DataError: as their classes say.
+    """
+    if request.options.max_tokens and request.shard[1] > 1:
+        raise UsageError("--max-tokens counts over a whole run; leave out --shard")
     encoder = load_encoder(request.tokenizer, request.bos, request.eod)
     plan = make_plan(request, encoder)
     if finished := finished_manifest(request.out, plan):
@@ -125,10 +131,15 @@ class _Run:
         self.scan()
         units = list(self.plan.units(self.scans))
         estimate.check_space(self.work, self.plan, self.scans, units, self.encoder)
+        self.choose_sampling(units)
         self.tokenize(units)
-        done = [(unit, self.work.receipt(unit)) for unit in units]
+        below = self.final_sampling(units)
+        done = [
+            (unit, sampling.trimmed(self.work, unit, self.work.receipt(unit), below))
+            for unit in units
+        ]
         self.check_documents(done)
-        targets = assemble.targets(self.plan, done)
+        targets = assemble.targets(self.plan, done, below)
         result = outputs.Result(
             plan=self.plan,
             scans=self.scans,
@@ -136,6 +147,7 @@ class _Run:
             targets=targets,
             outputs=self.assemble(targets),
             library=self.encoder.tokenizer.library,
+            below=below,
         )
         return outputs.publish(self.work, result)
 
@@ -146,6 +158,19 @@ class _Run:
         self.reporter.phase("scan", sum(inputs[index].bytes for index in missing))
         self.run([Task("scan", index, inputs[index].name) for index in missing], self._listen)
         self.scans = {index: self.work.scan(index) for index in indices}
+
+    def choose_sampling(self, units: list[Unit]) -> None:
+        below = sampling.ALL
+        if max_tokens := self.plan.options.max_tokens:
+            whole = estimate.from_sample(self.plan, self.scans, units, self.encoder)
+            below = sampling.first_bound(max_tokens, whole.tokens)
+        self.work.set_sampling(below)
+
+    def final_sampling(self, units: list[Unit]) -> int:
+        if not self.plan.options.max_tokens:
+            return sampling.ALL
+        exact = sampling.exact_bound(self.work, units, self.plan.options.max_tokens)
+        return min(exact, self.work.sampling())
 
     def tokenize(self, units: list[Unit]) -> None:
         receipts = {unit: self.work.receipt(unit) for unit in units}

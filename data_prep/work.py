@@ -5,6 +5,7 @@
 .work/scans/<input>.json         one receipt per scanned input
 .work/units/<input>/<unit>/      one folder per finished unit, put there by a single rename:
                                  receipt.json, <split>.bin, <split>.lengths, rejects.jsonl
+                                 (and <split>.hashes with --max-tokens)
 .work/fresh/                     what is being written
 .work/assembled/                 outputs that are being put together from the units
 """
@@ -110,6 +111,14 @@ class WorkFolder:
             if scan and touched and files.sha256_of(Path(item.path)) != scan.sha256:
                 changed.append(item.name)
         return changed
+
+    # --- the bound below which sampling hashes are tokenised (--max-tokens)
+
+    def set_sampling(self, below: int) -> None:
+        files.write_json(self.path / "sampling.json", {"below": below})
+
+    def sampling(self) -> int:
+        return files.read_json(self.path / "sampling.json")["below"]
 
     # --- receipts
 

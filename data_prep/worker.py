@@ -15,11 +15,11 @@ from data_prep import files, reading, records
 from data_prep.errors import DataError
 from data_prep.plan import Plan, Unit
 from data_prep.reading import Item
+from data_prep.selection import SPLITS, sampled, sampling_hash, split_of
 from data_prep.tokenizers.encoder import Encoder
 from data_prep.tokenizers.load import load_encoder
 from data_prep.work import WorkFolder
 
-SPLITS = ("train", "validation")
 _BATCH_CHARACTERS = 1 << 19
 _BATCH_DOCUMENTS = 512
 
@@ -62,31 +62,36 @@ class Worker:
         scan = self.work.scan(unit.input)
         source = self.plan.inputs[unit.input]
         writer = _UnitWriter(fresh, self.encoder, self.plan, source.name, report)
-        for item in reading.items(source, scan.kind, unit, self.plan.options):
+        found = reading.items(source, scan.kind, unit, self.plan.options)
+        for item in sampled(found, self.work.sampling()):
             writer.add(item)
         self.work.commit_unit(unit, fresh, {"unit": unit.name, **writer.close(unit.end)})
 
 
 class _Part:
-    """The documents of one split of a unit: `<split>.bin`, and int32 `<split>.lengths`.
+    """The documents of one split of a unit: `<split>.bin`, int32 `.lengths`, uint64 `.hashes`.
 
-    The files are there only where documents are.
+    The files are there only where documents are; the hashes only where they will be needed.
     """
 
-    def __init__(self, folder: Path, split: str):
-        self._paths = [folder / f"{split}.bin", folder / f"{split}.lengths"]
+    def __init__(self, folder: Path, split: str, with_hashes: bool):
+        suffixes = ("bin", "lengths", "hashes") if with_hashes else ("bin", "lengths")
+        self._paths = [folder / f"{split}.{suffix}" for suffix in suffixes]
         self._files: list[BinaryIO] = []
         self._sha256 = hashlib.sha256()
         self.documents = self.tokens = self.bytes = 0
 
-    def add(self, documents: list[np.ndarray]) -> None:
+    def add(self, documents: list[np.ndarray], texts: list[str]) -> None:
         if not documents:
             return
         if not self._files:
             self._files = [path.open("wb") for path in self._paths]
         tokens = np.concatenate(documents)
         lengths = np.array([len(ids) for ids in documents], dtype="<i4")
-        for file, values in zip(self._files, (tokens, lengths), strict=True):
+        columns = [tokens, lengths]
+        if len(self._files) > len(columns):
+            columns.append(np.array([sampling_hash(text) for text in texts], dtype="<u8"))
+        for file, values in zip(self._files, columns, strict=True):
             file.write(values.data)
         self._sha256.update(tokens.data)
         self.documents += len(documents)
@@ -122,8 +127,8 @@ class _UnitWriter:
         self.bad_reported = 0
         self.folder = folder
         self.rejects: list[str] = []
-        self.parts = {split: _Part(folder, split) for split in SPLITS}
-        self.threshold = int(self.options.validation * 2**64)
+        with_hashes = self.options.max_tokens > 0
+        self.parts = {split: _Part(folder, split, with_hashes) for split in SPLITS}
 
     def add(self, item: Item) -> None:
         self.records += 1
@@ -160,10 +165,11 @@ class _UnitWriter:
     def _encode(self, position: int) -> None:
         """Encode what is batched; `position` is how far the unit has been read."""
         documents = self._encoded()
-        split = [self._is_held_out(item.text) for item in self.batch]
-        for name, held_out in zip(SPLITS, (False, True), strict=True):
-            chosen = [ids for ids, out in zip(documents, split, strict=True) if out == held_out]
-            self.parts[name].add(chosen)
+        splits = [split_of(item.text, self.options) for item in self.batch]
+        for name, part in self.parts.items():
+            chosen = [index for index, split in enumerate(splits) if split == name]
+            texts = [self.batch[index].text for index in chosen]
+            part.add([documents[index] for index in chosen], texts)
         bad = self.bad
         self.report(
             Step(
@@ -193,13 +199,6 @@ class _UnitWriter:
         except Exception:
             return False
         return True
-
-    def _is_held_out(self, text: str) -> bool:
-        """By the text alone, so that neither order nor sharding moves a document."""
-        if not self.threshold:
-            return False
-        digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"validation").digest()
-        return int.from_bytes(digest, "little") < self.threshold
 
     @property
     def bad(self) -> int:

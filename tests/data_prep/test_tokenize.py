@@ -11,7 +11,16 @@ from sentencepiece import SentencePieceProcessor
 
 from data_prep.indexed import IndexedFile
 from data_prep.outputs import read_manifest
-from tests.data_prep.helpers import SENTENCEPIECE, TEKKEN, command, documents, json_lines, write
+from data_prep.selection import sampling_hash
+from tests.data_prep.helpers import (
+    SENTENCEPIECE,
+    TEKKEN,
+    command,
+    documents,
+    json_lines,
+    tree,
+    write,
+)
 
 MODEL = SentencePieceProcessor(model_file=str(SENTENCEPIECE))
 TEXTS = [f"Document {number}, with a line\nand  more." for number in range(101)]
@@ -271,3 +280,37 @@ def test_wrong_options_end_in_one_line(capsys, tmp_path, options, message):
     assert ended.code in (2, 3)
     assert message in ended.err and ended.err.count("\n") == 1
     assert "Traceback" not in ended.err
+
+
+def test_at_most_so_many_tokens_are_an_unbiased_subset(capsys, tmp_path):
+    texts = [f"{number} " * (1 + number % 40) for number in range(600)]
+    for part in range(3):
+        write(tmp_path / "in" / f"{part}.gz", json_lines(texts[part::3]))
+    assert run(capsys, tmp_path / "in", tmp_path / "all").code == 0
+    whole = sum(map(len, documents(tmp_path / "all")))
+    limit = whole // 4
+    options = ("--max-tokens", limit, "--validation", "10%", "--unit-bytes", "3K")
+    assert run(capsys, tmp_path / "in", tmp_path / "some", *options).code == 0
+    chosen = documents(tmp_path / "some")
+    assert limit - 130 < sum(map(len, chosen)) <= limit
+    # The lowest hashes, whatever the length: what is left out has only higher ones.
+    taken = {tuple(ids) for ids in chosen}
+    hashes = {True: [], False: []}
+    for text in texts:
+        hashes[(*MODEL.encode(text), 2) in taken].append(sampling_hash(text))
+    assert max(hashes[True]) < min(hashes[False])
+    row_sums = [row["documents"] + sum(row["skipped"].values()) == row["records"]
+                for row in read_manifest(tmp_path / "some")["inputs"]]  # fmt: skip
+    assert all(row_sums)
+    assert run(capsys, tmp_path / "in", tmp_path / "two", *options, workers=2).code == 0
+    assert tree(tmp_path / "some") == tree(tmp_path / "two")
+
+
+def test_a_partition_of_too_many_documents_is_cut_into_numbered_outputs(capsys, tmp_path):
+    write(tmp_path / "a.gz", json_lines(TEXTS))
+    options = ("--documents-per-output", 30, "--unit-bytes", "1K")
+    assert run(capsys, tmp_path / "a.gz", tmp_path / "out", *options).code == 0
+    prefixes = [row["prefix"] for row in read_manifest(tmp_path / "out")["outputs"]]
+    assert prefixes == [f"all-{number:05d}" for number in range(len(prefixes))]
+    assert all(len(IndexedFile(tmp_path / "out" / prefix)) <= 30 for prefix in prefixes)
+    assert documents(tmp_path / "out") == ids_of(TEXTS)
