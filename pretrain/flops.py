@@ -1,16 +1,46 @@
 """How much arithmetic training takes, and how much of a device's it uses."""
 
+import re
+from dataclasses import dataclass
+
 from megatron_ext.model.config import ModelConfig
 from megatron_ext.model.logical import kind_of, logical_shapes
 
-# Dense BF16 peaks in FLOP/s, from NVIDIA's data sheets, by the beginning of the device's name.
-_PEAK_FLOPS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
+
+@dataclass(frozen=True)
+class Device:
+    """What one GPU can do, without sparsity, as its maker's data sheet says."""
+
+    name: str  # how the driver's name of it begins
+    bf16_flops: float  # FLOP/s
+    fp8_flops: float | None  # FLOP/s; None where it has no FP8
+    memory_bytes: int
+    source: str
+
+
+# NVIDIA prints peaks with sparsity, which are twice these, and memory in units of 10⁹ bytes.
+DEVICES = {
+    "a100": Device("NVIDIA A100", 312e12, None, 80 * 10**9, "A100 data sheet, SXM 80 GB"),
+    "l40s": Device("NVIDIA L40S", 362e12, 733e12, 48 * 10**9, "L40S data sheet"),
+    "h100": Device("NVIDIA H100", 989e12, 1979e12, 80 * 10**9, "H100 data sheet, SXM"),
+    "h100-pcie": Device("NVIDIA H100 PCIe", 756e12, 1513e12, 80 * 10**9, "H100 data sheet, PCIe"),
+    "h100-nvl": Device("NVIDIA H100 NVL", 835e12, 1671e12, 94 * 10**9, "H100 data sheet, NVL"),
+    "h20": Device("NVIDIA H20", 148e12, 296e12, 96 * 10**9, "H20 specification"),
+    "h200": Device("NVIDIA H200", 989e12, 1979e12, 141 * 10**9, "H200 data sheet, SXM"),
+    "h200-nvl": Device("NVIDIA H200 NVL", 835e12, 1671e12, 141 * 10**9, "H200 data sheet, NVL"),
+    "b200": Device("NVIDIA B200", 2250e12, 4500e12, 180 * 10**9, "DGX B200 data sheet, 1/8"),
 }
+
+
+def device_of(name: str) -> Device | None:
+    """The device that the driver calls `name`; None where it is unknown.
+
+    Of several entries that match, the longest is meant: "NVIDIA H100 PCIe" is no "NVIDIA H100".
+    """
+    known = [
+        device for device in DEVICES.values() if re.match(rf"{re.escape(device.name)}(?!\w)", name)
+    ]
+    return max(known, key=lambda device: len(device.name), default=None)
 
 
 def flops_per_token(model: ModelConfig) -> float:
@@ -18,7 +48,8 @@ def flops_per_token(model: ModelConfig) -> float:
 
     6 for each weight of a matrix and of the head, and 6·layers·sequence·hidden for causal
     attention: QKᵀ and its product with V take 2·hidden each for every pair of tokens, half of the
-    pairs are in the past, and backward takes twice as much as forward.
+    pairs are in the past, and backward takes twice as much as forward. Document masking computes
+    fewer pairs; the formula counts them all.
     """
     shapes = logical_shapes(model)
     weights = sum(
@@ -35,14 +66,19 @@ def flops_per_token(model: ModelConfig) -> float:
 def utilisation(
     tokens_per_second: float, model: ModelConfig, devices: int, name: str
 ) -> float | None:
-    """Model FLOPs utilisation (MFU) of all devices together; None where the peak is unknown.
+    """Model FLOPs utilisation (MFU) of all devices together, of their dense BF16 peak.
 
-    Raises ValueError above 1, which no device can do: then a count or a peak is wrong.
+    None where the peak of the device called `name` is unknown. Raises ValueError above 1, which no
+    device can do: then a count or a peak is wrong.
     """
-    peak = next((flops for start, flops in _PEAK_FLOPS.items() if name.startswith(start)), None)
-    if peak is None:
+    device = device_of(name)
+    if device is None:
         return None
-    mfu = tokens_per_second * flops_per_token(model) / (devices * peak)
+    mfu = tokens_per_second * flops_per_token(model) / (devices * device.bf16_flops)
     if mfu > 1:
-        raise ValueError(f"an MFU of {mfu:.0%} on {devices} × {name} is impossible")
+        raise ValueError(
+            f"an MFU of {mfu:.0%} on {devices} × {name} is impossible: "
+            f"{tokens_per_second:,.0f} tokens/s at {flops_per_token(model):.3g} FLOPs each, "
+            f"with a dense BF16 peak of {device.bf16_flops:.3g} FLOP/s ({device.source})"
+        )
     return mfu
