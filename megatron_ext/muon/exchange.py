@@ -14,6 +14,8 @@ def exchange(
     dtype: torch.dtype,
     device: torch.device,
     group: dist.ProcessGroup,
+    *,
+    add: bool = False,
 ) -> Callable[[], None]:
     """Start to copy pieces between the ranks of a group; the returned call waits and delivers.
 
@@ -24,9 +26,11 @@ def exchange(
             this rank itself are written at once, the others by the returned call.
         dtype: what travels; sources and destinations are cast to and from it.
         device: where the pieces are (a rank may have none).
+        add: add to the destinations instead of overwriting them.
     """
     me, size = group.rank(), group.size()
-    copy_all(destinations[me], sources[me])
+    put = add_all if add else copy_all
+    put(destinations[me], sources[me])
     if size == 1:
         return lambda: None
     outgoing = [() if rank == me else pieces for rank, pieces in enumerate(sources)]
@@ -40,7 +44,7 @@ def exchange(
 
     def deliver() -> None:
         work.wait()
-        copy_all(_flatten(incoming), received_views)
+        put(_flatten(incoming), received_views)
 
     return deliver
 
@@ -49,6 +53,12 @@ def copy_all(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     """Copy tensor by tensor, in few kernels where the device has them."""
     if destinations:  # the library call refuses empty lists
         torch._foreach_copy_(list(destinations), list(sources))
+
+
+def add_all(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Add tensor by tensor, as `copy_all` copies."""
+    if destinations:
+        torch._foreach_add_(list(destinations), list(sources))
 
 
 def _flat(

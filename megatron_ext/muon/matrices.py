@@ -7,7 +7,7 @@ import torch
 
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.muon.exchange import exchange
-from megatron_ext.muon.newton_schulz import newton_schulz_flops, orthogonalize
+from megatron_ext.muon.newton_schulz import batch_size, newton_schulz, newton_schulz_flops
 from megatron_ext.muon.plan import Unit
 from megatron_ext.muon.stage import Stage
 from megatron_ext.muon.views import views
@@ -40,15 +40,21 @@ class MatrixBatch:
             for segment in unit.pieces[self._rank]
         ]
 
-    def gather_gradients(self) -> Callable[[], None]:
-        """Start to send the gradients home; the returned call waits for them."""
-        self._gradients = torch.empty_like(self._momentum)
+    def gather_gradients(self, config: OptimizerConfig) -> Callable[[], None]:
+        """Start to send the gradients home; the returned call waits for them.
+
+        They are added to the momentum where they arrive: M ← μM + G. Only Nesterov's direction
+        needs them once more, and so a buffer of their own.
+        """
+        self._momentum.mul_(config.momentum)
+        self._gradients = torch.zeros_like(self._momentum) if config.nesterov else self._momentum
         return exchange(
             self._lying_here(self._stage.gradient),
             self._at_home(self._gradients),
             torch.float32,
             self._stage.device,
             self._stage.tp_group,
+            add=True,
         )
 
     def scatter_weights(self) -> Callable[[], None]:
@@ -62,30 +68,40 @@ class MatrixBatch:
         )
 
     def update(self, lr: float, config: OptimizerConfig) -> None:
-        """Muon's step on the owned matrices, equal shapes as one batch.
+        """Muon's step on the owned matrices, equal shapes side by side.
 
-        M ← μM + G; W ← (1 − lr·wd)·W − lr·scale·orthogonalize(M), or of G + μM with Nesterov.
+        W ← (1 − lr·wd)·W − lr·scale·orthogonalize(M), or of G + μM with Nesterov.
         """
+        if config.nesterov:
+            self._momentum.add_(self._gradients)
+            self._gradients.add_(self._momentum, alpha=config.momentum)
+        directions = self._gradients
         start = 0
         for (shape, scale, decay), group in groupby(self.owned, key=self._kind):
             count = len(list(group))
             end = start + count * torch.Size(shape).numel()
-            masters, momentum, gradients = (
-                flat[start:end].view(count, *shape)
-                for flat in (self._masters, self._momentum, self._gradients)
-            )
+            masters = self._masters[start:end].view(count, *shape)
+            direction = directions[start:end].view(count, *shape)
             start = end
-            momentum.mul_(config.momentum).add_(gradients)
-            if config.nesterov:
-                gradients.add_(momentum, alpha=config.momentum)
-            update = orthogonalize(
-                gradients if config.nesterov else momentum,
-                config.newton_schulz_steps,
-                config.coefficients,
-                _DTYPES[config.arithmetic],
-            )
-            masters.mul_(1 - lr * decay).add_(update, alpha=-lr * scale)
+            if decay:
+                masters.mul_(1 - lr * decay)
+            together = batch_size(shape, masters.device)
+            for some, matrices in zip(
+                masters.split(together), direction.split(together), strict=True
+            ):
+                some.add_(self._orthogonalize(matrices, config), alpha=-lr * scale)
         del self._gradients
+
+    def _orthogonalize(self, matrices: torch.Tensor, config: OptimizerConfig) -> torch.Tensor:
+        # A batch of one is slower than a matrix alone.
+        alone = len(matrices) == 1
+        orthogonal = newton_schulz(
+            matrices[0] if alone else matrices,
+            config.newton_schulz_steps,
+            config.coefficients,
+            _DTYPES[config.arithmetic],
+        )
+        return orthogonal[None] if alone else orthogonal
 
     def _kind(self, unit: Unit) -> tuple[tuple[int, ...], float, float]:
         route = self._stage.plan.routes[unit.name]

@@ -11,8 +11,11 @@ from emerging_optimizers.orthogonalized_optimizers import muon_utils
 # Sets designed as a sequence end in a fixed point and keep their last triple; the others cycle.
 _HOLD_LAST = {"polar_express", "cans"}
 
-# Above this size a single matrix fills the processor and a batch only costs memory.
-_LARGEST_BATCHED_NUMEL = 2048 * 2048
+# Above this size a single matrix fills the processor, and a batch only costs memory.
+_LARGEST_BATCHED_NUMEL = {"cpu": 256 * 256, "cuda": 2048 * 2048}
+
+# Bounds the memory of a batch, about 16 bytes for each element.
+_BATCH_NUMEL = 2**26
 
 
 def coefficients_of(name: str, steps: int) -> list[tuple[float, float, float]]:
@@ -40,27 +43,43 @@ def orthogonalize(
         The shape and dtype of ``matrix``; a zero matrix gives zeros. Any finite scale is safe: the
         input is divided by its largest absolute value before its norm is taken.
     """
-    if matrix.ndim == 3:
-        rows, cols = matrix.shape[-2:]
-        if rows * cols > _LARGEST_BATCHED_NUMEL:
-            return torch.stack([orthogonalize(m, steps, coefficients, dtype) for m in matrix])
-        step = muon_utils.batched_newton_schulz_step
-    else:
-        step = muon_utils.newton_schulz_step
-    wide = matrix.mT if matrix.size(-2) > matrix.size(-1) else matrix
-    x = normalize(wide.to(torch.promote_types(matrix.dtype, torch.float32))).to(dtype)
+    return newton_schulz(matrix, steps, coefficients, dtype).to(matrix.dtype)
+
+
+def newton_schulz(
+    matrix: torch.Tensor, steps: int, coefficients: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """As `orthogonalize`, with the result left in `dtype`, contiguous."""
+    x = normalize(matrix).to(dtype)
+    tall = matrix.size(-2) > matrix.size(-1)
+    if tall:
+        x = x.mT
+    # The products are slower on a transposed view than the one copy.
+    x = x.contiguous()
+    step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
     for a, b, c in coefficients_of(coefficients, steps):
         x = step(x, a, b, c)
-    x = x.to(matrix.dtype)
-    return x.mT if wide is not matrix else x
+    return x.mT.contiguous() if tall else x
 
 
 def normalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Divide by the Frobenius norm without overflow or underflow; zero stays zero."""
+    """Divide by the Frobenius norm, in FP32 at least; zero stays zero, nothing over- or underflows.
+
+    Works matrix by matrix on a batch.
+    """
+    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     largest = matrix.abs().amax(dim=(-2, -1), keepdim=True)
     # Where the largest value is subnormal its reciprocal overflows: divide, never multiply.
-    scaled = matrix / torch.where(largest > 0, largest, torch.ones_like(largest))
-    return scaled / torch.linalg.matrix_norm(scaled, keepdim=True).clamp_min(1.0)
+    scaled = matrix / torch.where(largest > 0, largest, 1)
+    return scaled.div_(torch.linalg.matrix_norm(scaled, keepdim=True).clamp_min_(1))
+
+
+def batch_size(shape: tuple[int, int], device: torch.device) -> int:
+    """How many matrices of this shape to orthogonalise at once."""
+    numel = shape[0] * shape[1]
+    if numel > _LARGEST_BATCHED_NUMEL[device.type]:
+        return 1
+    return max(1, _BATCH_NUMEL // numel)
 
 
 def update_scale(shape: tuple[int, int], mode: str) -> float:

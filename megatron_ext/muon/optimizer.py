@@ -68,7 +68,7 @@ class InnerOptimizer:
         """
         norm = self._clip()
         self.steps += 1
-        arrivals = [batch.gather_gradients() for batch in self._batches]
+        arrivals = [batch.gather_gradients(self.config) for batch in self._batches]
         self._rest.update(lr, self.steps, self.config)
         departures = [self._rest.scatter_weights()]
         for batch, arrived in zip(self._batches, arrivals, strict=True):
