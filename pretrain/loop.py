@@ -65,7 +65,7 @@ def run(session: "Session") -> None:
             if _due(step, config.validation.every, last=step == steps):
                 session.validate()
             if _due(step, config.checkpoint.every) or step == stop:
-                session.save()
+                session.save(last=step == stop)
 
 
 def _due(step: int, every: int, last: bool = False) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext import host
 from megatron_ext.blocks import Block
-from megatron_ext.checkpoint import Checkpoints
+from megatron_ext.checkpoint import Checkpoints, Outcome
 from megatron_ext.diloco.loop import OuterLoop, Round
 from megatron_ext.model.build import build
 from megatron_ext.model.initialize import draw
@@ -50,11 +50,14 @@ class Session:
         self.state = RunState(self.inner, self.outer, identity)
         folder = Path(config.run.dir)
         self._checkpoints = Checkpoints(
-            folder / "checkpoints", replicas, config.checkpoint.keep_last
+            folder / "checkpoints",
+            replicas,
+            config.checkpoint.keep_last,
+            config.checkpoint.keep_every,
         )
-        resumed_from = self._checkpoints.find(config.resume)
-        if resumed_from:
-            self._checkpoints.load(resumed_from, self.state)
+        resumed_from = self._checkpoints.resume(
+            config.resume, self.state, fallback=config.checkpoint.fallback
+        )
         wire_bytes = self.inner.stage.wire_bytes()
         # One process speaks for the run.
         self._speaks = replicas.launcher_rank == 0
@@ -74,6 +77,7 @@ class Session:
         self, loss: float, lr: float, grad_norm: float, seconds: float, outer: Round | None
     ) -> None:
         """Write down the inner step that was just taken, and its outer step if there was one."""
+        self._note_save(self._checkpoints.poll())
         if not self._speaks:
             return
         speed = self.config.tokens_per_step / seconds
@@ -101,12 +105,25 @@ class Session:
             self._log.validation(self.state.step, self.tokens, loss, "global")
             self._display.say(f"step {self.state.step}: held-out loss {loss:.4f} (global weights)")
 
-    def save(self) -> None:
-        """Write a checkpoint."""
-        written = self._checkpoints.save(self.state, self.state.step)
-        if self._speaks:
-            self._log.event("checkpoint", step=self.state.step, bytes=written.bytes)
-            self._display.say(f"step {self.state.step}: checkpoint {written.path}")
+    def save(self, last: bool) -> None:
+        """Write a checkpoint; return when it is written if it is the last one of this session."""
+        self._note_save(self._checkpoints.wait())
+        if self.config.checkpoint.background and not last:
+            self._checkpoints.save_in_background(self.state, self.state.step)
+        else:
+            self._note_save(self._checkpoints.save(self.state, self.state.step))
+
+    def _note_save(self, outcome: Outcome | None) -> None:
+        """Write down how a save ended. A background save that failed does not end the run."""
+        if not outcome or not self._speaks:
+            return
+        written, step = outcome.written, outcome.step
+        if written:
+            self._log.event("checkpoint", step=step, bytes=written.bytes)
+            self._display.say(f"step {step}: checkpoint {written.path}")
+        else:
+            self._log.event("checkpoint failed", step=step, error=str(outcome.error))
+            self._display.say(f"error: {outcome.error}")
 
     def close(self, error: BaseException | None) -> None:
         """End the records; `error` is why the session ends before its time."""

@@ -13,7 +13,7 @@ from megatron_ext.checkpoint.saved import find
 from megatron_ext.checkpoint.saving import Save, Written
 from megatron_ext.checkpoint.staging import Staging, in_place
 from megatron_ext.checkpoint.state import TrainingState
-from megatron_ext.errors import ConfigError, StackError, TrainingError
+from megatron_ext.errors import ConfigError, DataError, StackError, TrainingError
 from megatron_ext.replicas import Replicas
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a background save ended."""
+    """How a save ended: `written`, or in the background perhaps `error`."""
 
     step: int
     written: Written | None = None
@@ -39,12 +39,16 @@ class Checkpoints:
         folder: Path,
         replicas: Replicas,
         keep_last: int = 2,
+        keep_every: int = 0,
         observe: Callable[[str], None] = lambda event: None,
     ):
-        """`observe` is told of each stage of a save as it is passed, on the saving thread."""
+        """`observe` is told of each stage of a save as it is passed, on the saving thread.
+
+        `keep_last` and `keep_every`: see `CheckpointConfig`.
+        """
         self._root = folder
         self._replicas = replicas
-        self._keep_last = keep_last
+        self._prune = lambda root: folders.prune(root, keep_last, keep_every)
         self._observe = observe
         self._staging = Staging()
         self._background: _Background | None = None
@@ -64,6 +68,24 @@ class Checkpoints:
         """
         return self._everyone.decide("search for checkpoints", None, lambda _: self._find(resume))
 
+    def resume(
+        self, how: str, state: TrainingState, inner: InnerState = "clone", fallback: bool = False
+    ) -> Path | None:
+        """Find what `how` means, load it, and return where it was; None where a run begins anew.
+
+        With `fallback` and `how` "auto", a damaged checkpoint is set aside, and the one before it
+        is taken. Raises what `find` and `load` raise.
+        """
+        while (path := self.find(how)) is not None:
+            try:
+                self.load(path, state, inner)
+                return path
+            except DataError as error:
+                if not fallback or how != "auto":
+                    raise
+                self._set_aside(path, str(error))
+        return None
+
     def load(self, path: Path, state: TrainingState, inner: InnerState = "clone") -> None:
         """Check every file of a checkpoint, then fill the state's live tensors from it.
 
@@ -75,16 +97,16 @@ class Checkpoints:
         load = Load(path, content, self._replicas, inner)
         load.run(state, self._in_replica, self._everyone)
 
-    def save(self, state: TrainingState, step: int) -> Written:
+    def save(self, state: TrainingState, step: int) -> Outcome:
         """Save; returns once the checkpoint is committed.
 
         Raises TrainingError on every process if any of them could not write; what was saved
         earlier is untouched then.
         """
         self._report(self.wait())
-        save = Save(self._root, step, self._replicas, self._observe)
+        save = Save(self._root, step, self._replicas, self._observe, self._prune)
         save.stage(state, in_place)
-        return save.write_and_commit(self._in_replica, self._everyone, self._keep_last)
+        return Outcome(step, save.write_and_commit(self._in_replica, self._everyone))
 
     def save_in_background(self, state: TrainingState, step: int) -> None:
         """Copy the state, and write it on another thread while training goes on.
@@ -93,11 +115,11 @@ class Checkpoints:
         for it, is logged.
         """
         self._report(self.wait())
-        save = Save(self._root, step, self._replicas, self._observe)
+        save = Save(self._root, step, self._replicas, self._observe, self._prune)
         save.stage(state, self._staging.copy)
         self._background = _Background(
             step,
-            lambda: save.write_and_commit(self._in_replica, self._everyone, self._keep_last),
+            lambda: save.write_and_commit(self._in_replica, self._everyone),
         )
 
     def poll(self) -> Outcome | None:
@@ -117,6 +139,14 @@ class Checkpoints:
     def _report(self, outcome: Outcome | None) -> None:
         if outcome is not None and outcome.error is not None and self._everyone.is_chair:
             logger.error("%s", outcome.error)
+
+    def _set_aside(self, path: Path, damage: str) -> None:
+        def judge(_: list[None]) -> None:
+            if path == folders.committed(path.parent)[0]:
+                raise DataError(f"{damage}; there is no other checkpoint to fall back to")
+            logger.warning("%s; it is set aside as %s", damage, folders.set_aside(path))
+
+        self._everyone.decide(f"setting {path} aside", None, judge)
 
     def _find(self, resume: str) -> Path | None:
         for leftover in folders.leftovers(self._root):
@@ -158,7 +188,8 @@ class Checkpoints:
 
 class _Background(threading.Thread):
     def __init__(self, step: int, work: Callable[[], Written]):
-        super().__init__(name=f"checkpoint-{step}")
+        # Whoever exits without waiting discards the save, as a kill would.
+        super().__init__(name=f"checkpoint-{step}", daemon=True)
         self._work = work
         self.outcome = Outcome(step)
         self.start()

@@ -6,6 +6,7 @@ checkpoints/step-00000050.removed/    being deleted
 checkpoints/latest                    text: the name of the newest committed folder
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from megatron_ext.checkpoint.manifest import write_durably
 LATEST = "latest"
 PARTIAL = ".partial"
 REMOVED = ".removed"
+DAMAGED = ".damaged"
 
 _STEP = re.compile(r"step-(\d{8,})")
 
@@ -79,6 +81,26 @@ def read_latest(root: Path) -> str | None:
         return (root / LATEST).read_text(errors="replace").strip()
     except FileNotFoundError:
         return None
+
+
+def prune(root: Path, keep_last: int, keep_every: int) -> None:
+    """Remove committed checkpoints but the newest, and those of every so manyth step (0: none)."""
+    for folder in committed(root)[:-keep_last]:
+        if not (keep_every and step_of(folder) % keep_every == 0):
+            discard(folder)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint so that it counts no more. Returns its new path."""
+    numbers = itertools.chain([""], itertools.count(2))
+    aside = next(
+        path
+        for number in numbers
+        if not (path := folder.with_name(f"{folder.name}{DAMAGED}{number}")).exists()
+    )
+    folder.rename(aside)
+    sync(aside.parent)
+    return aside
 
 
 def discard(path: Path) -> None:

@@ -19,6 +19,8 @@ class HashingTransform:
     """
 
     def __init__(self) -> None:
+        self.error: OSError | None = None
+        """What kept the file from being written; torch reports only that something did."""
         self._hash = hashlib.sha256()
         self._bytes = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sha256")
@@ -34,6 +36,13 @@ class HashingTransform:
 
     def write(self, raw: BinaryIO, piece: Buffer) -> int:
         """Write a piece, and hash it."""
+        try:
+            return self._write(raw, piece)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def _write(self, raw: BinaryIO, piece: Buffer) -> int:
         size_bytes = memoryview(piece).nbytes
         self._bytes += size_bytes
         if size_bytes < _PARALLEL_BYTES:

@@ -193,7 +193,7 @@ def _refuse_damage(path: Path, words: list[list[str]]) -> None:
         more = f" (and {len(damages) - 3} more)" if len(damages) > 3 else ""
         raise DataError(
             f"checkpoint {path} is damaged: {'; '.join(damages[:3])}{more}; "
-            "resume from another one with resume=PATH"
+            "move it away, or set checkpoint.fallback=true, to resume from the one before"
         )
 
 

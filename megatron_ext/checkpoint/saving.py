@@ -71,12 +71,19 @@ class Save:
     """One rank's part in one save."""
 
     def __init__(
-        self, root: Path, step: int, replicas: Replicas, observe: Callable[[str], None]
+        self,
+        root: Path,
+        step: int,
+        replicas: Replicas,
+        observe: Callable[[str], None],
+        prune: Callable[[Path], None],
     ) -> None:
+        """`prune` removes what need not stay below `root`, once the new checkpoint is there."""
         self._root = root
         self._step = step
         self._replicas = replicas
         self._observe = observe
+        self._prune = prune
         self._partial = root / f"{folders.name_of(step)}{folders.PARTIAL}"
         self._failure = Failure()
         self._writings: dict[str, Writing] = {}
@@ -96,7 +103,7 @@ class Save:
                 self._writings[name] = Writing(self._partial / name, to_host(tensors))
         self._observe("staged")
 
-    def write_and_commit(self, in_replica: Council, everyone: Council, keep_last: int) -> Written:
+    def write_and_commit(self, in_replica: Council, everyone: Council) -> Written:
         """Write, agree, commit. Raises TrainingError on every process if any of them failed."""
         what = f"checkpoint of step {self._step}"
         everyone.decide(f"{what}: space", (self._bytes, self._failure.error), self._check_space)
@@ -107,7 +114,7 @@ class Save:
         return everyone.decide(
             f"{what}: commit",
             (self._files, self._failure.error),
-            lambda words: self._commit(words, keep_last),
+            self._commit,
             patience=3,  # more than another replica may have needed to see that it lacks a rank
         )
 
@@ -184,9 +191,7 @@ class Save:
             self._files[counters] = self._record(counters)
             self._observe("counters")
 
-    def _commit(
-        self, words: list[tuple[dict[str, FileRecord], str | None]], keep_last: int
-    ) -> Written:
+    def _commit(self, words: list[tuple[dict[str, FileRecord], str | None]]) -> Written:
         """On the first rank of all: the point of no return."""
         self._give_up_if([error for _, error in words])
         about = {
@@ -205,8 +210,7 @@ class Save:
             self._observe("committed")
             folders.point_latest(self._root, path)
             self._observe("latest")
-            for old in folders.committed(self._root)[:-keep_last]:
-                folders.discard(old)
+            self._prune(self._root)
             self._observe("pruned")
         except OSError as error:
             self._give_up_if([str(error)])

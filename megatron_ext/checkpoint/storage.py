@@ -76,7 +76,7 @@ class Writing:
                 )
             records[name] = hashing.finish()
             if isinstance(written, Exception):
-                raise written
+                raise hashing.error or written
             results += written
         return results, records
 

@@ -191,6 +191,44 @@ def test_a_missing_or_unreadable_latest_is_reported_and_put_right(tmp_path, dama
     assert (tmp_path / "latest").read_text() == "step-00000010\n"
 
 
+def _damage(checkpoint: Path) -> None:
+    victim = next(checkpoint.glob("replica-0/*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+
+
+def _fall_back(rank: int, folder: Path):
+    with join(TWO_REPLICAS, timeout_seconds=30) as replicas:
+        checkpoints = Checkpoints(folder, replicas)
+        state = ToyState(replicas, 1)
+        path = checkpoints.resume("auto", state, fallback=True)
+        checkpoints.save(ToyState(replicas, 1, 15), 15)
+        return path.name, state.step, state.differences(state.step)
+
+
+def test_the_newest_undamaged_checkpoint_is_taken_where_that_is_allowed(tmp_path):
+    run(_save, 4, tmp_path, TWO_REPLICAS, [5, 10, 15], 3)
+    for step in (10, 15):
+        _damage(tmp_path / f"step-000000{step}")
+    with pytest.raises(DataError, match=r"step-00000015 is damaged.*checkpoint.fallback=true"):
+        run(_resume, 4, tmp_path, TWO_REPLICAS)
+    assert run(_fall_back, 4, tmp_path) == [("step-00000005", 5, [])] * 4
+    assert _names(tmp_path) == [
+        "latest",
+        "step-00000005",
+        "step-00000010.damaged",
+        "step-00000015",
+        "step-00000015.damaged",
+    ]
+
+
+def test_falling_back_never_begins_anew(tmp_path):
+    run(_save, 4, tmp_path, TWO_REPLICAS, [5])
+    _damage(tmp_path / "step-00000005")
+    with pytest.raises(DataError, match="no other checkpoint to fall back to"):
+        run(_fall_back, 4, tmp_path)
+    assert _names(tmp_path) == ["latest", "step-00000005"]
+
+
 def test_a_new_run_begins_where_there_is_nothing(tmp_path):
     assert run(_resume, 1, tmp_path / "new", ParallelConfig()) == [None]
     assert run(_resume, 1, tmp_path / "new", ParallelConfig(), "none") == [None]

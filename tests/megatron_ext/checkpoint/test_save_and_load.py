@@ -78,6 +78,18 @@ def test_older_checkpoints_are_removed_and_latest_follows(tmp_path):
     assert (tmp_path / "latest").read_text() == "step-00000015\n"
 
 
+def _save_keeping(rank: int, folder: Path, steps: list[int], keep_last: int, keep_every: int):
+    with join(ParallelConfig(), timeout_seconds=30) as replicas:
+        checkpoints = Checkpoints(folder, replicas, keep_last, keep_every)
+        for step in steps:
+            checkpoints.save(ToyState(replicas, 1, step), step)
+
+
+def test_milestones_stay(tmp_path):
+    run(_save_keeping, 1, tmp_path, [5, 10, 15, 20, 25], 1, 10)
+    assert sorted(path.name[-2:] for path in tmp_path.glob("step-*")) == ["10", "20", "25"]
+
+
 def test_nothing_is_overwritten(tmp_path):
     run(_save, 1, tmp_path, ParallelConfig(), 1, [5])
     before = (tmp_path / "step-00000005/manifest.json").read_bytes()
