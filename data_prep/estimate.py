@@ -1,51 +1,56 @@
-"""How much a run will write, from a small sample of its inputs."""
+"""How much a run will read and write, from a small sample of its inputs."""
 
 import itertools
 import shutil
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
-
-from data_prep import reading
+from data_prep import indexed, reading, sampling, streams
 from data_prep.errors import DataPrepError
-from data_prep.plan import Plan, Scan, Unit
+from data_prep.plan import Input, Plan, Scan, Unit
+from data_prep.reading import Item
 from data_prep.tokenizers.encoder import Encoder
 from data_prep.work import WorkFolder
 
 _SAMPLED_INPUTS = 8
-_SAMPLED_RECORDS = 16
-_INDEX_BYTES_PER_DOCUMENT = 20
+_SAMPLED_RECORDS = 64
+_INDEX_BYTES_PER_DOCUMENT = indexed.index_bytes(1) - indexed.index_bytes(0)
 # Peak use over the final size: the part that is being moved is on disk twice.
 _PEAK = 1.05
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Documents, tokens and bytes that the sampled units will give."""
+    """Documents, tokens and bytes that some units, or whole inputs, will give."""
 
     documents: int
     tokens: int
     output_bytes: int
+
+    @staticmethod
+    def of(documents: float, tokens: float, encoder: Encoder) -> "Estimate":
+        size = tokens * encoder.dtype.itemsize + documents * _INDEX_BYTES_PER_DOCUMENT
+        return Estimate(int(documents), int(tokens), int(size))
 
 
 def from_sample(
     plan: Plan, scans: dict[int, Scan], units: list[Unit], encoder: Encoder
 ) -> Estimate:
     """Tokenise the first records of a few units spread over all, and scale by records."""
-    step = max(1, len(units) // _SAMPLED_INPUTS)
     records = documents = tokens = 0
-    for unit in units[::step]:
-        found = reading.items(plan.inputs[unit.input], scans[unit.input].kind, unit, plan.options)
-        head = list(itertools.islice(found, _SAMPLED_RECORDS))
+    for unit in units[:: max(1, len(units) // _SAMPLED_INPUTS)]:
+        head = _head(plan.inputs[unit.input], scans[unit.input].kind, unit, plan)
         texts = [item.text for item in head if item.text is not None]
         records += len(head)
         documents += len(texts)
-        tokens += sum(map(len, encoder.encode(texts))) if texts else 0
-    in_all = sum(_records_of(unit, scans[unit.input]) for unit in units)
-    scale = in_all / max(records, 1)
-    documents, tokens = int(documents * scale), int(tokens * scale)
-    size = np.dtype(encoder.dtype).itemsize
-    return Estimate(documents, tokens, tokens * size + documents * _INDEX_BYTES_PER_DOCUMENT)
+        tokens += sum(map(len, encoder.encode(texts)))
+    scale = sum(_records_of(unit, scans[unit.input]) for unit in units) / max(records, 1)
+    return Estimate.of(documents * scale, tokens * scale, encoder)
+
+
+def _head(source: Input, kind: str, unit: Unit, plan: Plan) -> list[Item]:
+    return list(itertools.islice(reading.items(source, kind, unit, plan.options), _SAMPLED_RECORDS))
 
 
 def _records_of(unit: Unit, scan: Scan) -> int:
@@ -59,12 +64,67 @@ def check_space(
 ) -> None:
     """Raise DataPrepError where the units that are still to do will clearly not fit the disk."""
     waiting = [unit for unit in units if work.receipt(unit) is None]
-    if not waiting:
-        return
-    needed = int(from_sample(plan, scans, waiting, encoder).output_bytes * _PEAK)
+    expected = from_sample(plan, scans, waiting, encoder)
+    if limit := plan.options.max_tokens:
+        share = min(1.0, sampling.MARGIN * limit / max(expected.tokens, 1))
+        expected = Estimate.of(expected.documents * share, expected.tokens * share, encoder)
+    needed = int(expected.output_bytes * _PEAK)
     free = shutil.disk_usage(work.out).free
     if needed > free:
         raise DataPrepError(
-            f"{work.out}: about {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free; "
+            f"{work.out}: about {needed / 1e9:.3g} GB are needed and {free / 1e9:.3g} GB are free; "
             "make room, or spread the run over several disks with --shard"
         )
+
+
+def dry_run(plan: Plan, encoder: Encoder, workers: int) -> dict:
+    """What a run would give and take, without reading more than the heads of a few inputs.
+
+    Keys: inputs, input_bytes, documents, tokens, output_bytes, hours.
+    """
+    chosen = plan.inputs[:: max(1, len(plan.inputs) // _SAMPLED_INPUTS)]
+    sampled_bytes = documents = tokens = 0
+    began = time.perf_counter()
+    for source in chosen:
+        kind = streams.file_kind(source.path)
+        head = _head(source, kind, Unit(0, 0, 0, 1 << 62, 0), plan)
+        texts = [item.text for item in head if item.text is not None]
+        documents += len(texts)
+        tokens += sum(map(len, encoder.encode(texts)))
+        sampled_bytes += _bytes_on_disk(source, kind, head)
+    seconds = time.perf_counter() - began
+    in_all = sum(source.bytes for source in plan.inputs)
+    scale = in_all / max(sampled_bytes, 1)
+    whole = Estimate.of(documents * scale, tokens * scale, encoder)
+    if limit := plan.options.max_tokens:
+        share = min(1.0, limit / max(whole.tokens, 1))
+        whole = Estimate.of(whole.documents * share, whole.tokens * share, encoder)
+    return {
+        "inputs": len(plan.inputs),
+        "input_bytes": in_all,
+        "documents": whole.documents,
+        "tokens": whole.tokens,
+        "output_bytes": whole.output_bytes,
+        "hours": seconds * scale / workers / 3600,
+    }
+
+
+def _bytes_on_disk(source: Input, kind: str, head: list[Item]) -> float:
+    """How much of the file the head took up, by the ratio of what was decompressed so far."""
+    if not head:
+        return source.bytes
+    if kind == "parquet":
+        from data_prep import parquet
+
+        return source.bytes * len(head) / parquet.rows(source.path)
+    last = head[-1]
+    read = last.offset + (len(last.text.encode()) if last.text else 0)
+    if kind == "plain":
+        return min(read, source.bytes)
+    with Path(source.path).open("rb") as file:
+        inflated = 0
+        for chunk in streams.decompressed(file, kind, source.path):
+            inflated += len(chunk)
+            if inflated > max(read, 1 << 22):
+                return read * file.tell() / inflated
+        return source.bytes * min(1.0, read / max(inflated, 1))

@@ -77,6 +77,7 @@ def verify(out: Path, reporter: Reporter) -> dict:
             _check_hash(out / entry["path"], entry, reporter)
         _check_documents(out, row, manifest["tokenizer"])
     _check_blend(out, manifest)
+    _check_provenance(out, manifest)
     totals = {key: sum(row[key] for row in rows) for key in ("documents", "tokens", "bytes")}
     of_inputs = sum(row["documents"] for row in manifest["inputs"])
     if totals["documents"] != of_inputs:
@@ -129,12 +130,27 @@ def _index_slices(data: IndexedFile) -> Iterator[tuple[int, np.ndarray, np.ndarr
 
 
 def _check_blend(out: Path, manifest: dict) -> None:
+    """Weights may have been edited; what they weigh must be there, and they must sum to 1."""
     path = out / outputs.BLEND
     if not path.is_file():
         raise DataError(f"{path}: is missing")
-    known = {row["prefix"] for row in manifest["outputs"]}
-    for split, rows in outputs.read_blend(path).items():
-        if split in ("train", "validation") and (
-            unknown := [row["prefix"] for row in rows if row["prefix"] not in known]
-        ):
-            raise DataError(f"{path}: names {unknown[0]}, which this output does not hold")
+    made = outputs.read_blend(path)
+    known = {row["prefix"]: row["tokens"] for row in manifest["outputs"]}
+    for split in ("train", "validation"):
+        rows = made.get(split) or []
+        for row in rows:
+            if known.get(row.get("prefix")) != row.get("tokens"):
+                raise DataError(f"{path}: names {row.get('prefix')}, not as this output holds it")
+        whole = sum(row.get("weight", 0) for row in rows)
+        if (rows or split == "train") and abs(whole - 1) > 1e-6:
+            raise DataError(f"{path}: the weights of {split} sum to {whole}, not to 1")
+
+
+def _check_provenance(out: Path, manifest: dict) -> None:
+    counted = dict.fromkeys((row["prefix"] for row in manifest["outputs"]), 0)
+    for row in outputs.read_provenance(out):
+        if counted.get(row["prefix"]) != row["first_document"]:
+            raise DataError(f"{out / outputs.PROVENANCE}: does not follow {row['prefix']}")
+        counted[row["prefix"]] += row["documents"]
+    if counted != {row["prefix"]: row["documents"] for row in manifest["outputs"]}:
+        raise DataError(f"{out / outputs.PROVENANCE}: does not account for all documents")

@@ -29,18 +29,28 @@ class Result:
     scans: dict[int, Scan]
     done: list[tuple[Unit, dict]]  # units with their receipts, in output order
     targets: list[Target]
-    outputs: list[Output]
     library: str
     below: int  # sampling hashes that were taken
 
 
-def publish(work: WorkFolder, result: Result) -> dict:
+@dataclass(frozen=True)
+class Publication:
+    """What goes into an output folder; the files themselves lie in `.work/assembled`."""
+
+    manifest: dict  # without "outputs"
+    outputs: list[Output]
+    provenance: list[dict]
+    rejects: list[Path]
+    tokenizer: Path
+
+
+def publish(work: WorkFolder, publication: Publication) -> dict:
     """Move everything to its place; the manifest comes last and makes it valid.
 
     Each step may be repeated after a crash. Returns the manifest.
     """
     out = work.out
-    for output in result.outputs:
+    for output in publication.outputs:
         for suffix in (".bin", ".idx"):
             name = output.prefix + suffix
             source = work.path / "assembled" / name
@@ -48,46 +58,55 @@ def publish(work: WorkFolder, result: Result) -> dict:
                 (out / name).parent.mkdir(parents=True, exist_ok=True)
                 source.replace(out / name)
         files.sync_folder((out / output.prefix).parent)
-    _join_rejects(work, result)
-    files.write_text(out / PROVENANCE, "".join(map(files.json_line, provenance(result.targets))))
-    tokenizer = _keep_tokenizer(out, Path(result.plan.tokenizer_path))
-    made = manifest(result, tokenizer)
-    files.write_text(out / BLEND, yaml.safe_dump(blend(made), sort_keys=False, width=1000))
-    files.write_json(out / MANIFEST, made)
-    return made
+    _join_rejects(out, publication.rejects)
+    files.write_text(out / PROVENANCE, "".join(map(files.json_line, publication.provenance)))
+    kept = out / TOKENIZER_FOLDER / publication.tokenizer.name
+    kept.parent.mkdir(exist_ok=True)
+    shutil.copyfile(publication.tokenizer, kept)
+    manifest = {
+        **publication.manifest,
+        "tokenizer": {
+            **publication.manifest["tokenizer"],
+            "path": kept.relative_to(out).as_posix(),
+        },
+        "outputs": [_output_row(output) for output in publication.outputs],
+    }
+    files.write_text(out / BLEND, yaml.safe_dump(blend(manifest), sort_keys=False, width=1000))
+    files.write_json(out / MANIFEST, manifest)
+    return manifest
 
 
-def manifest(result: Result, tokenizer_name: str) -> dict:
-    """The record of a run. Equal runs give equal manifests: it holds no times."""
+def describe(result: Result) -> dict:
+    """The manifest of a run, outputs apart. Equal runs give equal ones: it holds no times."""
     return {
         **{key: value for key, value in result.plan.identity().items() if key != "inputs"},
-        "tokenizer": {"path": tokenizer_name, **result.plan.tokenizer},
+        "tokenizer": result.plan.tokenizer,
         "versions": {"data_prep": "1", "library": result.library, "numpy": _version("numpy")},
         "root": result.plan.root,
         "sampled_below": result.below,
-        "inputs": _inputs(result),
-        "outputs": [
-            {
-                "path": f"{output.prefix}.bin",
-                "bytes": output.bytes,
-                "sha256": output.sha256,
-                "documents": output.documents,
-                "tokens": output.tokens,
-                "dtype": output.dtype,
-                "split": output.split,
-                "prefix": output.prefix,
-                "index": {
-                    "path": f"{output.prefix}.idx",
-                    "bytes": output.index_bytes,
-                    "sha256": output.index_sha256,
-                },
-            }
-            for output in result.outputs
-        ],
+        "inputs": _input_rows(result),
     }
 
 
-def _inputs(result: Result) -> list[dict]:
+def _output_row(output: Output) -> dict:
+    return {
+        "path": f"{output.prefix}.bin",
+        "bytes": output.bytes,
+        "sha256": output.sha256,
+        "documents": output.documents,
+        "tokens": output.tokens,
+        "dtype": output.dtype,
+        "split": output.split,
+        "prefix": output.prefix,
+        "index": {
+            "path": f"{output.prefix}.idx",
+            "bytes": output.index_bytes,
+            "sha256": output.index_sha256,
+        },
+    }
+
+
+def _input_rows(result: Result) -> list[dict]:
     rows: dict[int, dict] = {}
     for index, scan in result.scans.items():
         item = result.plan.inputs[index]
@@ -113,10 +132,14 @@ def _inputs(result: Result) -> list[dict]:
     return [rows[index] for index in sorted(rows)]
 
 
-def provenance(targets: list[Target]) -> list[dict]:
-    """Which unit of which input each run of documents came from (see locate)."""
+def provenance(result: Result) -> list[dict]:
+    """Which unit of which input each run of documents came from (see locate).
+
+    `input` counts in the manifest's list of inputs.
+    """
+    position = {index: number for number, index in enumerate(sorted(result.scans))}
     rows = []
-    for target in targets:
+    for target in result.targets:
         first = 0
         for piece in target.pieces:
             rows.append(
@@ -124,7 +147,7 @@ def provenance(targets: list[Target]) -> list[dict]:
                     "prefix": target.prefix,
                     "first_document": first,
                     "documents": piece.documents,
-                    "input": piece.unit.input,
+                    "input": position[piece.unit.input],
                     "start": piece.unit.start,
                     "end": piece.unit.end,
                     "first_record": piece.unit.first_record,
@@ -157,24 +180,10 @@ def blend(manifest: dict) -> dict:
     return made
 
 
-def _join_rejects(work: WorkFolder, result: Result) -> None:
+def _join_rejects(out: Path, parts: list[Path]) -> None:
     """One file in output order, absent where there is nothing to say."""
-    fresh = work.path / "fresh" / REJECTS
-    with fresh.open("wb") as joined:
-        for unit, _ in result.done:
-            path = work.unit_folder(unit) / REJECTS
-            if path.exists():
-                joined.write(path.read_bytes())
-    if fresh.stat().st_size:
-        fresh.replace(work.out / REJECTS)
-
-
-def _keep_tokenizer(out: Path, path: Path) -> str:
-    """Copy the vocabulary into the output, so that it can be decoded for as long as it lives."""
-    kept = out / TOKENIZER_FOLDER / path.name
-    kept.parent.mkdir(exist_ok=True)
-    shutil.copyfile(path, kept)
-    return kept.relative_to(out).as_posix()
+    if content := "".join(part.read_text(encoding="utf-8") for part in parts if part.exists()):
+        files.write_text(out / REJECTS, content)
 
 
 def _version(package: str) -> str:
@@ -205,3 +214,12 @@ def read_blend(path: Path) -> dict:
     if not isinstance(found, dict) or found.get("format") != 1:
         raise DataError(f"{path}: is no blend of format 1")
     return found
+
+
+def read_provenance(out: Path) -> list[dict]:
+    """The rows of `provenance`. Raises DataError where they are missing or damaged."""
+    path = out / PROVENANCE
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: is missing or damaged ({error})") from error

@@ -42,6 +42,12 @@ def measure(path: str, column: str) -> tuple[int, int]:
         return file.metadata.num_rows, size
 
 
+def rows(path: str) -> int:
+    """Rows of a file."""
+    with _opened(path) as file:
+        return file.metadata.num_rows
+
+
 def _chunk_of(file: pq.ParquetFile, group: int, column: str) -> pq.ColumnChunkMetaData:
     row_group = file.metadata.row_group(group)
     chunks = (row_group.column(number) for number in range(row_group.num_columns))

@@ -145,11 +145,17 @@ class _Run:
             scans=self.scans,
             done=done,
             targets=targets,
-            outputs=self.assemble(targets),
             library=self.encoder.tokenizer.library,
             below=below,
         )
-        return outputs.publish(self.work, result)
+        publication = outputs.Publication(
+            manifest=outputs.describe(result),
+            outputs=self.assemble(targets),
+            provenance=outputs.provenance(result),
+            rejects=[self.work.unit_folder(unit) / outputs.REJECTS for unit, _ in done],
+            tokenizer=self.encoder.path,
+        )
+        return outputs.publish(self.work, publication)
 
     def scan(self) -> None:
         indices = self.plan.inputs_of_shard()

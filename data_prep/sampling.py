@@ -16,15 +16,15 @@ from data_prep.work import WorkFolder
 
 ALL = 2**64
 # The estimate of the whole rests on a sample: leave room for its error.
-_MARGIN = 1.5
+MARGIN = 1.5
 _BINS = 1 << 16
 
 
 def first_bound(max_tokens: int, estimated_tokens: int) -> int:
     """The hash below which documents are tokenised, so that about 1.5 × `max_tokens` result."""
-    if estimated_tokens <= _MARGIN * max_tokens:
+    if estimated_tokens <= MARGIN * max_tokens:
         return ALL
-    return int(ALL * _MARGIN * max_tokens / estimated_tokens)
+    return int(ALL * MARGIN * max_tokens / estimated_tokens)
 
 
 def exact_bound(work: WorkFolder, units: list[Unit], max_tokens: int) -> int:

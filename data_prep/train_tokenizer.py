@@ -16,8 +16,13 @@ from data_prep.progress import Reporter
 _SENTENCE_CHARACTERS = 1000
 
 
+def find(given: Path, root: Path | None, where: str) -> list[Input]:
+    """The inputs to train on; see sources.find."""
+    return [Input.of(source) for source in sources.find(given, root, where)]
+
+
 def train(
-    given: Path,
+    inputs: list[Input],
     vocab_size: int,
     output: Path,
     reporter: Reporter,
@@ -32,10 +37,9 @@ def train(
     """
     if output.exists():
         raise UsageError(f"--output {output}: is there already; delete it or choose another name")
-    inputs = [Input.of(source) for source in sources.find(given, None, options.where)]
     text = list(_sample(inputs, options, sample_bytes, reporter))
     if not text:
-        raise DataError(f"{given}: holds no text to train on")
+        raise DataError("the input holds no text to train on")
     model = io.BytesIO()
     reporter.phase("train tokenizer", 1)
     try:

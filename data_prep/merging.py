@@ -1,0 +1,246 @@
+"""`merge`: join finished outputs; the shards of one run give the bytes of that run unsharded."""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_prep import assemble, files, indexed, outputs
+from data_prep.errors import DataError, UsageError
+from data_prep.indexed import IndexedFile
+from data_prep.plan import differences
+from data_prep.progress import Reporter
+from data_prep.selection import SPLITS
+from data_prep.work import MANIFEST, WorkFolder
+
+_CHUNK_TOKENS = 1 << 21
+_IDENTITY = ("kind", "fingerprint", "vocab_size", "bos", "eod", "probe_ids")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The documents of one unit inside a finished output; `row` is its line of provenance."""
+
+    out: Path
+    row: dict
+
+    @property
+    def documents(self) -> int:
+        return self.row["documents"]
+
+    @property
+    def path(self) -> Path:
+        return self.out / self.row["prefix"]
+
+    def lengths(self, data: IndexedFile) -> np.ndarray:
+        first = self.row["first_document"]
+        if first + self.documents > len(data):
+            raise DataError(f"{data.idx_path}: has fewer documents than its provenance says")
+        return data.lengths[first : first + self.documents]
+
+    def chunks(self, data: IndexedFile) -> Iterator[bytes]:
+        """The tokens, as they lie in the file."""
+        start = int(data.offsets[self.row["first_document"]]) // data.dtype.itemsize
+        end = start + int(self.lengths(data).sum(dtype=np.int64))
+        for at in range(start, end, _CHUNK_TOKENS):
+            yield data.tokens[at : min(at + _CHUNK_TOKENS, end)].tobytes()
+
+
+def merge(given: list[Path], out: Path, reporter: Reporter) -> dict:
+    """Join the outputs `given` into `out`; returns the manifest.
+
+    Shards of one run are put in their order, and all must be there. Other outputs are joined in the
+    order given; they must share the tokenizer, and none of their inputs.
+
+    Raises:
+        UsageError: they cannot be joined. DataError: one of them is damaged.
+    """
+    if (out / MANIFEST).exists() or any(out.glob("**/*.bin")):
+        raise UsageError(f"--output {out}: holds data already; choose another folder")
+    manifests = {path: outputs.read_manifest(path) for path in given}
+    if len(manifests) < len(given):
+        raise UsageError("the same output is named twice")
+    _check_tokenizers(manifests)
+    shards = any(manifest["shard"] != "0/1" for manifest in manifests.values())
+    manifests = _in_shard_order(manifests) if shards else manifests
+    manifest = _of_shards(manifests) if shards else _of_runs(manifests)
+    work = WorkFolder(out)
+    work.lock()
+    try:
+        (work.path / "assembled").mkdir(exist_ok=True)
+        made = _write(manifests, manifest, work, reporter)
+        work.remove()
+    finally:
+        work.unlock()
+    return made
+
+
+def _check_tokenizers(manifests: dict[Path, dict]) -> None:
+    first, *others = manifests
+    for other in others:
+        ours, theirs = (
+            {key: manifests[path]["tokenizer"][key] for key in _IDENTITY} for path in (first, other)
+        )
+        if found := differences(ours, theirs, "tokenizer."):
+            raise UsageError(f"{other} cannot be joined with {first}: " + "; ".join(found))
+
+
+def _in_shard_order(manifests: dict[Path, dict]) -> dict[Path, dict]:
+    first = next(iter(manifests))
+    common = ("options", "root", "format")
+    for path, manifest in manifests.items():
+        ours, theirs = ({key: m[key] for key in common} for m in (manifests[first], manifest))
+        if found := differences(ours, theirs):
+            raise UsageError(f"{path} is a shard of another run than {first}: " + "; ".join(found))
+    places = {path: tuple(map(int, m["shard"].split("/"))) for path, m in manifests.items()}
+    count = places[first][1]
+    if any(of != count for _, of in places.values()):
+        raise UsageError("shards of runs with different numbers of shards cannot be joined")
+    indices = [index for index, _ in places.values()]
+    if missing := sorted(set(range(count)) - set(indices)):
+        shown = ", ".join(f"{index}/{count}" for index in missing[:10])
+        raise UsageError(f"shards {shown} are missing: name all {count} outputs of the run")
+    if len(indices) > count:
+        raise UsageError("a shard is named twice")
+    return dict(sorted(manifests.items(), key=lambda item: places[item[0]]))
+
+
+def _of_shards(manifests: dict[Path, dict]) -> dict:
+    """The manifest of the whole run, outputs apart: a file may be spread over several shards."""
+    rows: dict[str, dict] = {}
+    for manifest in manifests.values():
+        for row in manifest["inputs"]:
+            whole = rows.setdefault(
+                row["path"], {**row, **dict.fromkeys(_COUNTS, 0), "skipped": {}}
+            )
+            if whole["sha256"] != row["sha256"]:
+                raise UsageError(f"input {row['path']}: was changed between two shards")
+            for key in _COUNTS:
+                whole[key] += row[key]
+            whole["skipped"] = dict(
+                sorted((Counter(whole["skipped"]) + Counter(row["skipped"])).items())
+            )
+    first = next(iter(manifests.values()))
+    inputs = [rows[name] for name in sorted(rows, key=os.fsencode)]
+    return {**first, "shard": "0/1", "inputs": inputs}
+
+
+_COUNTS = ("records", "documents", "tokens")
+
+
+def _of_runs(manifests: dict[Path, dict]) -> dict:
+    """A manifest with the inputs of all, named relative to the folder that holds all roots."""
+    root = os.path.commonpath([manifest["root"] for manifest in manifests.values()])
+    seen: dict[str, Path] = {}
+    inputs = []
+    for path, manifest in manifests.items():
+        for row in manifest["inputs"]:
+            if row["documents"] and (other := seen.setdefault(row["sha256"], path)) != path:
+                raise UsageError(
+                    f"input {row['path']} of {path} is in {other} too: its documents would double"
+                )
+            inputs.append(
+                {**row, "path": os.path.relpath(f"{manifest['root']}/{row['path']}", root)}
+            )
+    first = next(iter(manifests.values()))
+    options = [manifest["options"] for manifest in manifests.values()]
+    return {**first, "options": {"merged": options}, "root": root, "inputs": inputs}
+
+
+def _write(
+    manifests: dict[Path, dict], manifest: dict, work: WorkFolder, reporter: Reporter
+) -> dict:
+    slices = _slices(manifests, manifest)
+    limit = min(
+        options["documents_per_output"]
+        for options in manifest["options"].get("merged", [manifest["options"]])
+    )
+    reporter.phase("merge", sum(r["bytes"] for m in manifests.values() for r in m["outputs"]))
+    made, provenance = [], []
+    for (split, partition), found in sorted(
+        slices.items(), key=lambda item: (SPLITS.index(item[0][0]), os.fsencode(item[0][1]))
+    ):
+        name = partition if split == "train" else f"{partition}.{split}"
+        groups = list(assemble.grouped(found, limit))
+        for number, group in enumerate(groups):
+            prefix = name if len(groups) == 1 else f"{name}-{number:05d}"
+            made.append(_join(group, work, prefix, split, reporter.advance))
+            provenance += _moved(group, prefix)
+    first = next(iter(manifests))
+    return outputs.publish(
+        work,
+        outputs.Publication(
+            manifest=manifest,
+            outputs=made,
+            provenance=provenance,
+            rejects=[out / outputs.REJECTS for out in manifests],
+            tokenizer=first / manifests[first]["tokenizer"]["path"],
+        ),
+    )
+
+
+def _slices(manifests: dict[Path, dict], manifest: dict) -> dict[tuple[str, str], list[Slice]]:
+    """Slices by (split, partition), with inputs numbered as in the joined manifest."""
+    number_of = {row["path"]: number for number, row in enumerate(manifest["inputs"])}
+    found: dict[tuple[str, str], list[Slice]] = {}
+    for out, own in manifests.items():
+        splits = {row["prefix"]: row["split"] for row in own["outputs"]}
+        for row in outputs.read_provenance(out):
+            source = own["inputs"][row["input"]]
+            name = os.path.relpath(f"{own['root']}/{source['path']}", manifest["root"])
+            renumbered = {**row, "input": number_of[name]}
+            key = (splits[row["prefix"]], source["partition"])
+            found.setdefault(key, []).append(Slice(out, renumbered))
+    return found
+
+
+def _moved(group: list[Slice], prefix: str) -> list[dict]:
+    rows, first = [], 0
+    for piece in group:
+        rows.append({**piece.row, "prefix": prefix, "first_document": first})
+        first += piece.documents
+    return rows
+
+
+def _join(
+    group: list[Slice], work: WorkFolder, prefix: str, split: str, advance: Callable[[int], None]
+) -> assemble.Output:
+    base = work.path / "assembled" / prefix
+    base.parent.mkdir(parents=True, exist_ok=True)
+    bin_path, idx_path = (base.with_name(base.name + suffix) for suffix in (".bin", ".idx"))
+    prefixes = {piece.path for piece in group}
+    opened = {path: IndexedFile(path) for path in prefixes}
+
+    def lengths() -> Iterator[np.ndarray]:
+        for piece in group:
+            yield piece.lengths(opened[piece.path])
+
+    digest = hashlib.sha256()
+    tokens = 0
+    with bin_path.open("wb") as file:
+        for piece in group:
+            for chunk in piece.chunks(opened[piece.path]):
+                digest.update(chunk)
+                file.write(chunk)
+                advance(len(chunk))
+            tokens += int(piece.lengths(opened[piece.path]).sum(dtype=np.int64))
+    documents = sum(piece.documents for piece in group)
+    dtype = opened[group[0].path].dtype
+    indexed.write_index(idx_path, dtype, lengths, documents)
+    for path in (bin_path, idx_path):
+        files.sync_file(path)
+    return assemble.Output(
+        prefix=prefix,
+        split=split,
+        documents=documents,
+        tokens=tokens,
+        dtype=dtype.name,
+        bytes=bin_path.stat().st_size,
+        sha256=digest.hexdigest(),
+        index_bytes=idx_path.stat().st_size,
+        index_sha256=files.sha256_of(idx_path),
+    )
