@@ -1,15 +1,15 @@
 """What a checkpoint costs: `python -m benchmarks.checkpoint [--ranks N] [--mb M] [--json]`.
 
-Each rank holds M MB of state in tensors of 16 MB, and every figure is the median of several saves
-after a first one that is left out. Baseline: every rank writes the same bytes to one file with
-fsync. Training is stood for by matrix products of a fixed size, whose rate tells what a background
-save takes from it.
+Each rank holds M MB of state in tensors of 16 MB. Every figure is the median of several rounds
+after a first one that is left out; in a round the things to compare take turns, so that a change in
+the machine's load falls on all of them. Baseline: every rank writes the same bytes to a fresh file
+with fsync. Removing older files is not timed. Training is stood for by matrix products of a fixed
+size, whose rate tells what a background save takes from it.
 """
 
 import argparse
 import json
 import pickle
-import shutil
 import statistics
 import sys
 import tempfile
@@ -25,6 +25,7 @@ from torch import Tensor
 from launch.processes import RankProcesses
 from megatron_ext.blocks import Block
 from megatron_ext.checkpoint import Checkpoints
+from megatron_ext.checkpoint.folders import committed, discard
 from megatron_ext.checkpoint.manifest import record
 from megatron_ext.checkpoint.state import StateTensor
 from megatron_ext.replicas import ParallelConfig, Replicas, join
@@ -99,7 +100,7 @@ def _measure(replicas: Replicas, folder: Path, mb: int) -> dict[str, float]:
     count = max(1, mb * 10**6 // (4 * TENSOR_ELEMENTS))
     state = State(replicas, count)
     size_bytes = sum(tensor.nbytes for _, _, tensor in state.tensors())
-    checkpoints = Checkpoints(folder / "checkpoints", replicas, keep_last=1)
+    checkpoints = Checkpoints(folder / "checkpoints", replicas, keep_last=10**6)
     checkpoints.find("auto")
     step = iter(range(10**6))
 
@@ -119,30 +120,37 @@ def _measure(replicas: Replicas, folder: Path, mb: int) -> dict[str, float]:
     def load() -> None:
         checkpoints.load(checkpoints.find("auto"), state)
 
-    timed = {name: _timed(replicas, work) for name, work in _named(plain, hashed, save, load)}
-    background = [_save_in_background(replicas, checkpoints, state, next(step)) for _ in range(6)]
-    alone = _training_rate(lambda: True, 2.0)
-    timed["stall"], timed["background"], rate = (
-        statistics.median(column) for column in zip(*background[1:], strict=True)
-    )
-    timed["first stall"] = background[0][0]
-    shutil.rmtree(folder / "checkpoints") if replicas.rank == 0 else None
-    return {"mb per rank": size_bytes / 1e6, **timed, "training speed": rate / alone}
+    def round_of_all() -> dict[str, float]:
+        _remove_files(replicas, folder)
+        timed = {work.__name__: _timed(replicas, work) for work in (plain, hashed, save, load)}
+        stall, background, rate = _save_in_background(replicas, checkpoints, state, next(step))
+        alone = _training_rate(lambda: True, 1.0)
+        ratios = {name: timed[name] / timed["plain"] for name in ("hashed", "save", "load")} | {
+            "stall": stall / timed["save"],
+            "training speed": rate / alone,
+        }
+        timed |= {"stall": stall, "background": background}
+        return timed | {f"{name} ratio": ratio for name, ratio in ratios.items()}
+
+    rounds = [round_of_all() for _ in range(REPEATS + 1)]
+    medians = {name: statistics.median(each[name] for each in rounds[1:]) for name in rounds[0]}
+    return {"mb per rank": size_bytes / 1e6, "first stall": rounds[0]["stall"], **medians}
 
 
-def _named(*functions: Callable[[], None]) -> list[tuple[str, Callable[[], None]]]:
-    return [(function.__name__, function) for function in functions]
+def _remove_files(replicas: Replicas, folder: Path) -> None:
+    replicas.barrier("written")
+    if replicas.rank == 0:
+        for path in [*folder.glob("plain-*"), *committed(folder / "checkpoints")]:
+            discard(path)
+    replicas.barrier("removed")
 
 
 def _timed(replicas: Replicas, work: Callable[[], None]) -> float:
-    seconds = []
-    for _ in range(REPEATS + 1):
-        replicas.barrier("start together")
-        begin = time.perf_counter()
-        work()
-        replicas.barrier("end together")
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[1:])
+    replicas.barrier("start together")
+    begin = time.perf_counter()
+    work()
+    replicas.barrier("end together")
+    return time.perf_counter() - begin
 
 
 def _save_in_background(
@@ -179,20 +187,20 @@ def _training_rate(going_on: Callable[[], bool], limit_seconds: float) -> float:
 
 
 def _print_table(figures: dict[str, float], ranks: int) -> None:
-    plain, save = figures["plain"], figures["save"]
-    print(f"{ranks} ranks with {figures['mb per rank']:.0f} MB each, median of {REPEATS}\n")
+    print(f"{ranks} ranks with {figures['mb per rank']:.0f} MB each, median of {REPEATS} rounds\n")
     rows = [
         ("plain write with fsync", "plain", ""),
-        ("SHA-256 of the same", "hashed", f"{figures['hashed'] / plain:.2f} × plain"),
-        ("save, all included", "save", f"{save / plain:.2f} × plain (goal ≤ 1.5)"),
-        ("load, all included", "load", f"{figures['load'] / plain:.2f} × plain"),
-        ("background save: stall", "stall", f"{figures['stall'] / save:.1%} of save (goal ≤ 15 %)"),
+        ("SHA-256 of the same", "hashed", "{hashed ratio:.2f} × plain"),
+        ("save, all included", "save", "{save ratio:.2f} × plain (goal ≤ 1.5)"),
+        ("load, all included", "load", "{load ratio:.2f} × plain"),
+        ("background save: stall", "stall", "{stall ratio:.1%} of save (goal ≤ 15 %)"),
         ("background save: first stall", "first stall", "allocates the copy"),
         ("background save: until committed", "background", ""),
     ]
     for text, name, remark in rows:
-        print(f"{text:34} {figures[name]:8.3f} s  {remark}")
-    print(f"{'training while files are written':34} {figures['training speed']:8.1%} of its speed")
+        print(f"{text:34} {figures[name]:8.3f} s  {remark.format(**figures)}")
+    speed = figures["training speed ratio"]
+    print(f"{'training while files are written':34} {speed:8.1%} of its speed")
 
 
 if __name__ == "__main__":

@@ -1,28 +1,35 @@
 """SHA-256 of a file while it is written, so that no byte is read back for it."""
 
 import hashlib
-from collections.abc import Buffer
+from collections.abc import Buffer, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
+import numpy as np
+from torch import Tensor
+
 from megatron_ext.checkpoint.manifest import FileRecord
 
-# Below this, handing a piece to the other thread costs more than hashing it.
-_PARALLEL_BYTES = 2**20
+# Smaller pieces, the frames around tensors, are copied and hashed together.
+_LARGE_BYTES = 2**16
 
 
 class HashingTransform:
     """Stands in for torch's stream transforms: what goes through it is hashed, and unchanged.
 
-    One for each file; its items must be written one after the other. Large pieces are hashed on
-    another thread while they are written.
+    One for each file; its items must be written one after the other. Hashing runs on a thread of
+    its own behind the writing, and may still run while the file is forced to the disk.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """`tensors`: what will be written; they must stay alive and unchanged until `finish`."""
         self.error: OSError | None = None
         """What kept the file from being written; torch reports only that something did."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        self._alive = [range(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
         self._hash = hashlib.sha256()
         self._bytes = 0
+        self._small = bytearray()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sha256")
 
     def transform_save_stream(self, write_item: Any, raw: BinaryIO) -> tuple["_Stream", list[str]]:
@@ -31,29 +38,33 @@ class HashingTransform:
 
     def finish(self) -> FileRecord:
         """What the file must be. Nothing can be written after it."""
+        self._hash_small()
         self._thread.shutdown()
         return FileRecord(self._bytes, self._hash.hexdigest())
 
     def write(self, raw: BinaryIO, piece: Buffer) -> int:
         """Write a piece, and hash it."""
+        content = memoryview(piece)
+        self._bytes += content.nbytes
+        if content.nbytes >= _LARGE_BYTES and self._stays_alive(content):
+            self._hash_small()
+            self._thread.submit(self._hash.update, content)
+        else:
+            self._small += content
         try:
-            return self._write(raw, piece)
+            return raw.write(content)
         except OSError as error:
             self.error = error
             raise
 
-    def _write(self, raw: BinaryIO, piece: Buffer) -> int:
-        size_bytes = memoryview(piece).nbytes
-        self._bytes += size_bytes
-        if size_bytes < _PARALLEL_BYTES:
-            self._hash.update(piece)
-            return raw.write(piece)
-        # The piece is only borrowed, so the hash must be done before this returns.
-        hashed = self._thread.submit(self._hash.update, piece)
-        try:
-            return raw.write(piece)
-        finally:
-            hashed.result()
+    def _stays_alive(self, content: memoryview) -> bool:
+        """Whether it lies in a tensor; other memory is only lent to `write`."""
+        address = np.frombuffer(content, dtype=np.uint8).ctypes.data
+        return any(address in memory for memory in self._alive)
+
+    def _hash_small(self) -> None:
+        self._thread.submit(self._hash.update, bytes(self._small))
+        self._small.clear()
 
 
 class _Stream:

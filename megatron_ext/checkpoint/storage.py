@@ -67,8 +67,8 @@ class Writing:
         writer = self._strategy.writer
         results, records = [], {}
         for bucket in writer.write_buckets:
-            _, name, _ = bucket
-            hashing = HashingTransform()
+            _, name, (_, tensors) = bucket
+            hashing = HashingTransform(tensor for _, tensor in tensors)
             # The file's SHA-256 makes a CRC of each tensor superfluous.
             with serialization.config.patch("save.compute_crc32", False):
                 _, written = writer.write_preloaded_data(
