@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Collection
 from typing import Any
 
+import psutil
 import torch
 
 from launch.processes import Exit, RankProcesses
@@ -47,6 +48,12 @@ def run(
     if hanging:
         raise TimeoutError(f"ranks {hanging} still ran after {timeout} s; see stderr for where")
     return results
+
+
+def children_left() -> list[psutil.Process]:
+    """What this process has started and still runs, but for multiprocessing's own tracker."""
+    children = psutil.Process().children(recursive=True)
+    return [c for c in children if "multiprocessing.resource_tracker" not in " ".join(c.cmdline())]
 
 
 def _call(

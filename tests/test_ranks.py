@@ -4,12 +4,11 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
 import torch
 
 from megatron_ext.errors import DataError, PeerError
-from tests.ranks import run
+from tests.ranks import children_left, run
 
 
 def test_results_come_in_rank_order():
@@ -44,13 +43,13 @@ def _kill(rank: int) -> None:
 def test_dead_rank_fails_the_test_and_ends_the_others():
     with pytest.raises(RuntimeError, match="rank 1 ended with SIGKILL"):
         run(_kill, 2)
-    assert psutil.Process().children() == []
+    assert children_left() == []
 
 
 def test_hanging_rank_fails_the_test_and_ends_the_others():
     with pytest.raises(TimeoutError, match=r"ranks \[1\] still ran after 0.5 s"):
         run(lambda rank: time.sleep(60 * rank), 2, timeout=0.5)
-    assert psutil.Process().children() == []
+    assert children_left() == []
 
 
 def test_ranks_can_differentiate_after_their_parent_did():

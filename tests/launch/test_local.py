@@ -24,6 +24,7 @@ from pretrain import exit, loop
 from pretrain.config import load
 from tests.pretrain.corpus import write_corpus
 from tests.pretrain.runs import SMALL
+from tests.ranks import children_left
 
 ROOT = Path(__file__).parents[2]
 PARALLEL = ParallelConfig(replicas=2, dp=2)
@@ -39,7 +40,7 @@ def failure(train, debug: bool = False) -> RankFailure:
     with pytest.raises(RankFailure) as caught:
         supervise(train, PARALLEL, debug)
     assert "\n" not in str(caught.value)
-    assert psutil.Process().children(recursive=True) == []
+    assert children_left() == []
     return caught.value
 
 
@@ -68,7 +69,7 @@ def raising(error: BaseException):
 def test_ranks_that_end_well_leave_nothing_behind(capfd):
     supervise(in_rank(0, lambda: print("once")), PARALLEL)
     assert capfd.readouterr().out == "once\n"
-    assert psutil.Process().children(recursive=True) == []
+    assert children_left() == []
 
 
 def test_killed_rank_is_named_at_once():
@@ -209,7 +210,7 @@ def test_rank_killed_in_mid_training_ends_the_run_with_its_name(tmp_path, capfd)
     with pytest.raises(RankFailure, match="replica 1 rank 1 was killed by SIGKILL"):
         supervise(killer, resolved.config.parallel)
     assert "Traceback" not in capfd.readouterr().err
-    assert psutil.Process().children(recursive=True) == []
+    assert children_left() == []
 
 
 def _kill_when_training(folder: Path) -> None:
