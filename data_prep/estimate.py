@@ -14,7 +14,7 @@ from data_prep.tokenizers.encoder import Encoder
 from data_prep.work import WorkFolder
 
 _SAMPLED_INPUTS = 8
-_SAMPLED_RECORDS = 64
+_SAMPLED_RECORDS = 24
 _INDEX_BYTES_PER_DOCUMENT = indexed.index_bytes(1) - indexed.index_bytes(0)
 # Peak use over the final size: the part that is being moved is on disk twice.
 _PEAK = 1.05
