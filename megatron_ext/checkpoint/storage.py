@@ -108,9 +108,10 @@ def read(folder: Path, tensors: Iterable[StateTensor]) -> None:
 
 @contextmanager
 def each_rank_by_itself() -> Iterator[None]:
-    """Keep torch from warning, at each load inside, that ranks read without talking."""
+    """Keep torch from warning, at each load inside, of what megatron-core's call is meant to do."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        for message in ("torch.distributed is disabled", "The argument order of load has been"):
+            warnings.filterwarnings("ignore", message=message)
         yield
 
 
