@@ -1,4 +1,4 @@
-"""`python -m launch`: start a run."""
+"""`python -m launch`: start a run, or say what it will need."""
 
 import argparse
 import os
@@ -6,7 +6,13 @@ import sys
 
 from pretrain import exit
 
-USAGE = "usage: python -m launch local RECIPE [key=value …] [options]; see its --help"
+COMMANDS = {
+    "local": "run all processes of a run on this machine",
+    "plan": "memory, time and bandwidth of a run, by arithmetic",
+}
+USAGE = "usage: python -m launch COMMAND …, each with --help:\n" + "\n".join(
+    f"  {name:<8}{meaning}" for name, meaning in COMMANDS.items()
+)
 
 FACTORS = {
     "replicas": "replicas (K)",
@@ -22,12 +28,20 @@ def main(arguments: list[str]) -> int:
     # Threads that a library starts at import would not survive the fork into ranks.
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     exit.quieten_imports()
-    if arguments[:1] != ["local"]:
-        wanted = {"-h", "--help"} & set(arguments)
-        print(USAGE, file=sys.stdout if wanted else sys.stderr)
-        return 0 if wanted else 2
-    options = _parser().parse(arguments[1:])
-    return exit.run(lambda: _local(options), options.debug)
+    match arguments[:1]:
+        case ["local"]:
+            options = _parser().parse(arguments[1:])
+            return exit.run(lambda: _local(options), options.debug)
+        case ["plan"]:
+            from launch.plan import command
+
+            options = command.parser().parse(arguments[1:])
+            return exit.run(lambda: command.run(options), options.debug)
+        case ["-h" | "--help"]:
+            print(USAGE)
+            return 0
+    print(f"error: COMMAND must be {' or '.join(COMMANDS)}; see --help", file=sys.stderr)
+    return 2
 
 
 def _parser() -> exit.Parser:

@@ -6,7 +6,7 @@ backward pass; on a GPU kernels are fused and keep less than on a processor.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megatron_ext.model.build import skeleton
 from megatron_ext.model.config import ModelConfig
@@ -78,6 +78,19 @@ def plan_memory(config: RunConfig, on_gpu: bool) -> list[StageMemory]:
             key=lambda rank: rank.memory.peak,
         )
         for stage, plan in enumerate(stage_plans(config))
+    ]
+
+
+def with_activations_of(
+    config: RunConfig, stages: list[StageMemory], on_gpu: bool
+) -> list[StageMemory]:
+    """The same layout with the activations of another micro-batch or recomputation."""
+    return [
+        replace(
+            stage,
+            memory=replace(stage.memory, activations=activation_bytes(config, stage.stage, on_gpu)),
+        )
+        for stage in stages
     ]
 
 

@@ -1,0 +1,113 @@
+"""How long an inner step takes, as a range: kernels, tensor and data parallelism, bubble, Muon."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.plan.memory import StageMemory
+from megatron_ext.muon.plan import StagePlan
+from pretrain.flops import Device, flops_per_token
+from pretrain.settings import RunConfig
+
+# Share of the dense BF16 peak that forward and backward reach inside a rank: low, expected, high.
+# Published for dense models of 7B to 16B on H100s, everything included: 47 % and 49 % (Megatron-LM,
+# TP 2 and 4), 28 % to 33 % (torchtitan's tokens/s, attention counted as here). The range is wide
+# enough to hold them after the costs that are counted below. Small models reach less.
+_KERNEL_EFFICIENCY = (0.28, 0.45, 0.62)
+# Newton–Schulz is nothing but square matrix products.
+_MUON_EFFICIENCY = 0.6
+# One direction, as NCCL reaches it: NVLink 4 inside a box; a 400 Gbit/s adapter for each GPU.
+_INSIDE_BOX_BYTES_PER_SECOND = 370e9
+_BETWEEN_BOXES_BYTES_PER_SECOND = 40e9
+GPUS_PER_BOX = 8
+# Forward and backward gather and scatter the activations of attention and of feed-forward.
+_TENSOR_COLLECTIVES_A_LAYER = 8
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of one inner step, and what they are made of where kernels are as expected."""
+
+    low: float
+    expected: float
+    high: float
+    compute: float  # forward and backward, recomputation included
+    tensor_parallel: float
+    bubble: float  # of the pipeline
+    data_parallel: float  # not hidden
+    optimizer: float
+
+
+def step_seconds(config: RunConfig, stages: Sequence[StageMemory], device: Device) -> StepSeconds:
+    """The time of one inner step of a replica on this device; replicas step side by side."""
+    slow, expected, fast = (
+        _parts(config, stages, device, efficiency) for efficiency in _KERNEL_EFFICIENCY
+    )
+    names = ("compute", "tensor_parallel", "bubble", "data_parallel", "optimizer")
+    return StepSeconds(
+        sum(fast), sum(expected), sum(slow), **dict(zip(names, expected, strict=True))
+    )
+
+
+def _parts(
+    config: RunConfig, stages: Sequence[StageMemory], device: Device, efficiency: float
+) -> tuple[float, ...]:
+    model, parallel, train = config.model, config.parallel, config.train
+    tokens = config.tokens_per_step / parallel.replicas
+    flops = tokens * flops_per_token(model) * _recomputation(config)
+    compute = flops / (parallel.inner_world_size * device.bf16_flops * efficiency)
+    element_bytes = 2 if train.precision == "bf16" else 4
+    local_tokens = tokens / (parallel.dp * parallel.cp)
+    tensor_bytes = (
+        _TENSOR_COLLECTIVES_A_LAYER
+        * (model.layers / parallel.pp)
+        * local_tokens
+        * model.hidden
+        * element_bytes
+        * (parallel.tp - 1)
+        / parallel.tp
+    )
+    tensor = tensor_bytes / (
+        _INSIDE_BOX_BYTES_PER_SECOND
+        if parallel.tp <= GPUS_PER_BOX
+        else _BETWEEN_BOXES_BYTES_PER_SECOND
+    )
+    chunks = config.micro_batches * parallel.interleave
+    bubble = (compute + tensor) * (parallel.pp - 1) / chunks
+    exposed = max(_data_parallel_seconds(config, stage) for stage in stages)
+    if train.overlap:
+        # Gradients are reduced, and weights gathered, while one micro-batch is computed.
+        exposed = max(0.0, exposed - (compute + tensor) / config.micro_batches)
+    optimizer = max(_muon_seconds(config, stage.plan, device) for stage in stages)
+    return compute, tensor, bubble, exposed, optimizer
+
+
+def _recomputation(config: RunConfig) -> float:
+    """Work with recomputation for each unit of work without."""
+    model, recompute = config.model, config.train.recompute
+    if recompute == "none":
+        return 1.0
+    recomputed = flops_per_token(model) - 6 * model.vocab_size * model.hidden
+    if recompute == "selective":
+        recomputed = 6 * 3 * model.layers * model.hidden * model.ffn
+    return 1 + recomputed / 3 / flops_per_token(model)
+
+
+def _data_parallel_seconds(config: RunConfig, stage: StageMemory) -> float:
+    """Reduce-scatter of gradients and all-gather of weights, by one rank."""
+    parallel = config.parallel
+    ranks = parallel.dp * parallel.cp
+    memory = stage.memory
+    sent_bytes = (memory.gradients + memory.weights) * (ranks - 1) / ranks
+    if parallel.tp * ranks <= GPUS_PER_BOX:
+        return sent_bytes / _INSIDE_BOX_BYTES_PER_SECOND
+    # A ring passes through all its ranks of a box before it leaves, by the adapters of them all.
+    adapters = max(1, GPUS_PER_BOX // parallel.tp)
+    speed = min(adapters * _BETWEEN_BOXES_BYTES_PER_SECOND, _INSIDE_BOX_BYTES_PER_SECOND)
+    return sent_bytes / speed
+
+
+def _muon_seconds(config: RunConfig, plan: StagePlan, device: Device) -> float:
+    """Newton–Schulz on the busiest home."""
+    busiest = max(max(flops) for flops in plan.flops())
+    iterations = config.optimizer.newton_schulz_steps
+    return busiest * iterations / (device.bf16_flops * _MUON_EFFICIENCY)

@@ -1,0 +1,99 @@
+"""`python -m launch plan`: its figures, its search and its refusals."""
+
+import json
+
+import pytest
+
+import launch.__main__ as launch
+from launch.plan.link import Exchange, Link
+from launch.plan.search import USABLE_MEMORY, propose
+from pretrain.config import load
+
+
+def plan(capfd, *arguments: str) -> list[dict]:
+    assert launch.main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def refusal(capfd, *arguments: str) -> str:
+    assert launch.main(["plan", *arguments]) == 2
+    output, errors = capfd.readouterr()
+    assert output == ""
+    assert len(errors.splitlines()) == 1
+    return errors
+
+
+def test_figures_of_15b_on_its_own_gpus(capfd):
+    (found,) = plan(capfd, "15b", "--link", "10gbit")
+    assert found["gpus"] == 128
+    assert found["parameters"] == 15_229_089_792
+    assert found["budget"]["tokens"] == pytest.approx(304.8e9, rel=1e-3)
+    # 2·15/16 of all values in FP32.
+    assert found["link"]["bytes_per_round"] == pytest.approx(15_229_089_792 * 4 * 2 * 15 / 16)
+    step = found["step_seconds"]["expected"]
+    seconds = found["link"]["bytes_per_round"] * 8 / 10e9
+    assert found["link"]["utilisation"] == pytest.approx(
+        30 * step / (30 * step + seconds), rel=1e-3
+    )
+    hours = 36_330 * step / found["link"]["utilisation"] / 3600
+    assert found["budget"]["hours_expected"] == pytest.approx(hours)
+    assert found["budget"]["gpu_hours"] == pytest.approx(128 * hours)
+
+
+def test_screen_says_memory_time_link_and_budget(capfd):
+    assert launch.main(["plan", "15b", "--gpus", "256"]) == 0
+    text = capfd.readouterr().out
+    for word in ("dp=2", "peak", "inner step", "MFU", "utilisation", "proposed", "GPU-hours"):
+        assert word in text
+    assert launch.main(["plan", "15b", "--gpu", "l40s"]) == 0
+    assert "does not fit" in capfd.readouterr().out
+
+
+def test_search_finds_layouts_that_fit_and_use_every_gpu(capfd):
+    found = plan(capfd, "15b", "parallel.replicas=2", "--gpus", "16", "--search")
+    assert len(found) > 1
+    for candidate in found:
+        layout = candidate["layout"]
+        assert layout["replicas"] == 2
+        assert 2 * layout["tp"] * layout["pp"] * layout["dp"] == 16
+        most = max(stage["peak"] for stage in candidate["memory"])
+        assert most <= USABLE_MEMORY * candidate["gpu"]["memory_bytes"]
+    times = [candidate["step_seconds"]["expected"] for candidate in found]
+    assert times == sorted(times)
+    # What it found is a layout that the program takes.
+    options = [f"parallel.{name}={found[0]['layout'][name]}" for name in ("tp", "pp", "dp")]
+    sequence = "parallel.sequence_parallel=" + str(found[0]["layout"]["tp"] > 1).lower()
+    load("15b", ["parallel.replicas=2", *options, sequence])
+
+
+def test_search_that_finds_nothing_says_what_is_missing(capfd):
+    assert "leanest layout needs" in refusal(
+        capfd, "15b", "parallel.replicas=1", "--gpus", "2", "--search"
+    )
+    assert "no layout divides" in refusal(capfd, "15b", "--gpus", "17", "--search")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["15b", "--gpus", "100"], "no multiple of the 128 GPUs"),
+        (["15b", "--gpus", "256", "parallel.dp=1"], "leave one of the two out"),
+        (["15b", "--gpus", "0"], "--gpus 0"),
+        (["15b", "--link", "fast"], "as in 10gbit"),
+        (["15b", "--link", "0gbit"], "--link 0gbit"),
+        (["15b", "--target", "2"], "--target 2"),
+        (["15b", "--step-seconds", "1"], "an MFU of 602%"),
+        (["15c"], "did you mean 15b"),
+    ],
+)
+def test_wrong_use_is_one_line(arguments, message, capfd):
+    assert message in refusal(capfd, *arguments)
+
+
+def test_proposal_prefers_what_costs_no_loss():
+    exchange = Exchange(15e9, 54, bits=32, interval=30, replicas=16)
+    fast, slow = (propose(exchange, 20.0, Link(g), "measured", 0.95) for g in (100, 10))
+    assert fast == exchange
+    assert (slow.bits, slow.interval, slow.fragments, slow.delay) == (8, 30, 1, 0)
+    assert propose(exchange, 20.0, Link(1), "measured", 0.95).interval == 30
+    assert propose(exchange, 20.0, Link(1e-4), "measured", 0.95) is None
