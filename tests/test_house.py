@@ -1,6 +1,7 @@
 """The rules of the house: who may import whom, how long things may be, what an import may do."""
 
 import ast
+import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,14 +27,16 @@ def sources(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
             yield path, ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imported(tree: ast.Module) -> Iterator[str]:
+def imported(tree: ast.Module) -> set[str]:
     """Top-level names of everything imported, also inside functions."""
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
+            names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            yield node.module.split(".")[0]
+            names.add(node.module.split(".")[0])
+    return names
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -72,6 +75,24 @@ def test_files_and_functions_stay_small():
                     too_large.add(f"{name} {node.name}: {count} parameters")
     assert too_large - ALLOWED == set()
     assert ALLOWED - too_large == set(), "no longer needed: take them off the list"
+
+
+def test_every_library_that_is_imported_is_pinned():
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {_normal(line.split("==")[0]) for line in lines if "==" in line}
+    distributions = importlib.metadata.packages_distributions()
+    own = {*ROOMS, "tests", "benchmarks"}
+    missing = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path, tree in sources(*ROOMS, "tests")
+        for name in imported(tree) - own - sys.stdlib_module_names
+        if not pinned & {_normal(found) for found in distributions.get(name, [])}
+    }
+    assert missing == set()
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 IMPORT_ALL = """
