@@ -28,6 +28,10 @@ def export(kind: str, path: Path, eod: int, output: Path) -> None:
     `kind` is that of blend.yaml. Raises ConfigError naming what cannot be exported, and DataError
     if the result would not give the same tokens.
     """
+    if not path.is_file():
+        raise DataError(
+            f"the tokenizer {path} is not there; --no-tokenizer exports the weights alone"
+        )
     if kind == "huggingface":
         shutil.copyfile(path, output / "tokenizer.json")
         end = Tokenizer.from_file(str(path)).id_to_token(eod)
