@@ -74,5 +74,6 @@ def test_a_model_that_transformers_would_read_otherwise_is_refused(tmp_path):
 
 
 def test_a_kind_that_cannot_be_exported_is_refused_by_name(tmp_path):
+    (tmp_path / "ranks").touch()
     with pytest.raises(ConfigError, match=r"a tiktoken tokenizer .* cannot be exported"):
         hf_tokenizer.export("tiktoken", tmp_path / "ranks", 2, tmp_path)
