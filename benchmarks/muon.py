@@ -2,7 +2,7 @@
 
 Ours against megatron-core's TensorParallelMuon in its `duplicated` mode, and in one process against
 emerging-optimizers' Muon. All update the same matrices: those of a model of 4 layers, 1,024 wide,
-or of a recipe. Ours also does what they leave to others: clipping, FP32 masters, AdamW for the norms.
+or of a recipe. Ours also does what they leave to others: clipping, FP32 masters, AdamW for norms.
 Steps alternate, so that a busy machine slows all alike. Beside the times stands what the
 Newton–Schulz operations alone would take at the rate of one plain matrix product, which is measured
 in the same processes. The overhead over AdamW is that of a step of 0.5 M tokens whose forward and
@@ -139,16 +139,14 @@ class _Ours:
 
 
 def _our_step(model, parallel, name: str, arithmetic: str) -> _Ours:
-    from megatron_ext.model import build, describe, logical_shapes
-    from megatron_ext.model.logical import kind_of
+    from megatron_ext.model import build, describe
     from megatron_ext.muon.config import OptimizerConfig
     from megatron_ext.muon.optimizer import InnerOptimizer
-    from megatron_ext.muon.routing import route
+    from megatron_ext.muon.routing import route_all
     from megatron_ext.muon.stage import Stage
 
     config = OptimizerConfig(name=name, lr=LR, arithmetic=arithmetic)
-    shapes = logical_shapes(model)
-    routes = {n: route(n, kind_of(n), shape, config) for n, shape in shapes.items()}
+    routes = route_all(model, config)
     chunks = build(model, parallel, precision="fp32", recompute="none", seed=1)
     stage = Stage(chunks, describe(chunks, model, parallel), routes, chunks[0].config)
     optimizer = InnerOptimizer(stage, config, lambda block: torch.randn(block.size))

@@ -222,9 +222,14 @@ def schema_of(key: str) -> dict[str, Any]:
     schema: dict[str, Any] = whole
     for part in key.split("."):
         schema = schema["properties"][part]
-        if "$ref" in schema:
-            schema = whole["$defs"][schema["$ref"].split("/")[-1]]
+        schema = _follow(schema, whole)
+    if "items" in schema:
+        return {**schema, "items": _follow(schema["items"], whole)}
     return schema
+
+
+def _follow(schema: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    return whole["$defs"][schema["$ref"].split("/")[-1]] if "$ref" in schema else schema
 
 
 def allowed(schema: Mapping[str, Any]) -> str:
@@ -233,6 +238,8 @@ def allowed(schema: Mapping[str, Any]) -> str:
         return " or ".join(allowed(choice) for choice in schema["anyOf"])
     if "enum" in schema:
         return " or ".join(str(choice) for choice in schema["enum"])
+    if "properties" in schema:
+        return f"a mapping of {', '.join(schema['properties'])}"
     if schema["type"] == "array":
         return f"a list, each {allowed(schema['items'])}"
     nouns = {

@@ -13,9 +13,10 @@ from megatron_ext.checkpoint import Checkpoints, Outcome
 from megatron_ext.diloco.loop import OuterLoop, Round
 from megatron_ext.model.build import build
 from megatron_ext.model.initialize import draw
-from megatron_ext.model.logical import describe, kind_of, logical_shapes
+from megatron_ext.model.logical import describe
+from megatron_ext.muon import routing, table
 from megatron_ext.muon.optimizer import InnerOptimizer
-from megatron_ext.muon.routing import fingerprint, route
+from megatron_ext.muon.routing import route_all
 from megatron_ext.muon.stage import Stage
 from megatron_ext.replicas import Replicas, initialize_megatron, join
 from pretrain.config import Resolved, write
@@ -37,16 +38,13 @@ class Session:
         self.replicas = replicas
         initialize_megatron(config.parallel, config.train.seed)
         self.samples = Samples(config, replicas)
-        routes = {
-            name: route(name, kind_of(name), shape, config.optimizer)
-            for name, shape in logical_shapes(config.model).items()
-        }
+        routes = route_all(config.model, config.optimizer)
         self.inner = _build_inner(config, routes)
         self.engine = Engine(self.inner.stage)
         self.outer = None
         if config.outer.interval:
             self.outer = OuterLoop(self.inner, config.outer, replicas)
-        identity = {**self.samples.order, "routing": fingerprint(routes)}
+        identity = {**self.samples.order, "routing": routing.identity(routes)}
         self.state = RunState(self.inner, self.outer, identity)
         folder = Path(config.run.dir)
         self._checkpoints = Checkpoints(
@@ -59,14 +57,17 @@ class Session:
             config.resume, self.state, fallback=config.checkpoint.fallback
         )
         wire_bytes = self.inner.stage.wire_bytes()
+        rows = table.rows_of(self.inner)
         # One process speaks for the run.
         self._speaks = replicas.launcher_rank == 0
         self._log = self._display = None
         if self._speaks:
             write(resolved, folder / "config.yaml")
+            table.write(rows, folder / "routing.json")
             self._log = RunLog(folder, self.state.step)
             self._display = Display(config.train.steps, self.state.step)
             self._announce(resumed_from, wire_bytes)
+            self._display.say(table.as_text(rows))
 
     @property
     def tokens(self) -> int:

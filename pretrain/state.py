@@ -52,13 +52,12 @@ class RunState:
 
         Raises ConfigError for what differs in identity.
         """
-        saved = counters["identity"]
-        for name in sorted(saved.keys() | self.identity.keys()):
-            if saved.get(name) != self.identity.get(name):
-                raise ConfigError(
-                    f"{name} is {self.identity.get(name)} and was {saved.get(name)} in the "
-                    "checkpoint; a resumed run must go on with the same"
-                )
+        differences = _differences(counters["identity"], self.identity)
+        if differences:
+            raise ConfigError(
+                f"{'; '.join(differences)} in the checkpoint; a resumed run must go on with the "
+                "same"
+            )
         self.step = counters["step"]
         self._inner.steps = counters["optimizer_steps"]
         if self._outer:
@@ -78,3 +77,15 @@ class RunState:
         tracker = get_cuda_rng_tracker()
         names = sorted(tracker.get_states())
         tracker.set_states(dict(zip(names, parts[1:], strict=True)))
+
+
+def _differences(saved: dict[str, Any], here: dict[str, Any], prefix: str = "") -> list[str]:
+    """ "NAME is VALUE and was VALUE" for each entry that differs, also in nested dicts."""
+    found = []
+    for name in sorted(saved.keys() | here.keys()):
+        was, now = saved.get(name), here.get(name)
+        if isinstance(was, dict) and isinstance(now, dict):
+            found += _differences(was, now, f"{prefix}{name} ")
+        elif was != now:
+            found.append(f"{prefix}{name} is {now} and was {was}")
+    return found

@@ -8,6 +8,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Strict,
     model_validator,
 )
 
@@ -15,6 +16,30 @@ from megatron_ext.config import Section
 from megatron_ext.errors import ConfigError
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Rule(Section):
+    """What some parameters get instead of the defaults; the last rule that matches decides."""
+
+    match: str = ""
+    """Logical names, with * and ?, for example "*.attention.v" or "layers.0.*"."""
+    optimizer: Literal["muon", "adamw"] | None = None
+    """muon, only for matrices inside layers, or adamw."""
+    lr_factor: NonNegativeFloat | None = None
+    """Factor on the learning rate; 0 freezes."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Rule":
+        if not self.match:
+            raise ConfigError('optimizer.rules: every rule needs match, as in match: "*.mlp.down"')
+        if self.optimizer is None and self.lr_factor is None and self.weight_decay is None:
+            raise ConfigError(
+                f"optimizer.rules: the rule for {self.match!r} changes nothing; "
+                "give it optimizer, lr_factor or weight_decay"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -26,6 +51,10 @@ class OptimizerConfig(Section):
     """Peak learning rate, of both halves."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled: a weight shrinks by lr × weight_decay a step."""
+    cautious_decay: bool = False
+    """Decay only weights that their update makes smaller (arXiv 2510.12402)."""
+    rules: Annotated[tuple[Rule, ...], Strict(False)] = ()  # a list will do
+    """Other routes by logical name: a list of {match, optimizer, lr_factor, weight_decay}."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -48,6 +77,12 @@ class OptimizerConfig(Section):
     """Precision of the Newton–Schulz iteration."""
     scale: Literal["unit_rms_norm", "spectral", "shape_scaling", "match_adamw"] = "unit_rms_norm"
     """How the size of an orthogonal update depends on the matrix's shape."""
+    per_head: bool = False
+    """Orthogonalise Q, K and V head by head instead of all heads as one matrix."""
+    normuon: bool = False
+    """Even the rows of Muon's update out by a second moment (NorMuon, arXiv 2510.05491)."""
+    normuon_beta2: Fraction = 0.95
+    """NorMuon's decay of that moment."""
     adam_beta1: Fraction = 0.9
     """AdamW's decay of the first moment."""
     adam_beta2: Fraction = 0.99
@@ -66,6 +101,10 @@ class OptimizerConfig(Section):
                 f"optimizer.decay_steps={self.decay_steps} is wsd's; "
                 f"optimizer.schedule={self.schedule} has no use for it"
             )
+        if self.normuon and self.name != "muon":
+            raise ConfigError("optimizer.normuon=true needs optimizer.name=muon")
+        if self.per_head and self.name != "muon":
+            raise ConfigError("optimizer.per_head=true needs optimizer.name=muon")
         if self.coefficients == "cans" and self.arithmetic == "bf16":
             raise ConfigError(
                 "optimizer.coefficients=cans with optimizer.arithmetic=bf16 can diverge: rounding "

@@ -11,6 +11,7 @@ from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.muon.exchange import copy_all, exchange
 from megatron_ext.muon.plan import whole_block
 from megatron_ext.muon.stage import Stage
+from megatron_ext.muon.update import decay
 from megatron_ext.muon.views import views
 
 
@@ -64,16 +65,14 @@ class Elementwise:
             self._split(flat) for flat in (self.masters, self.exp_avg, self.exp_avg_sq)
         )
         gradients = [gradient for _, gradient in self.gradients()]
-        by_decay: dict[float, list[int]] = {}
-        for index, place in enumerate(self._places):
-            decay = self._stage.plan.routes[place.block.name].weight_decay
-            by_decay.setdefault(decay, []).append(index)
-        for decay, chosen in by_decay.items():
+        for (lr_factor, weight_decay), chosen in self._by_route().items():
+            some = [[of[i] for i in chosen] for of in (masters, gradients, exp_avg, exp_avg_sq)]
+            amount = lr * lr_factor * weight_decay
+            if config.cautious_decay:
+                _decay_cautiously(*some[:3], amount, config.adam_beta1)
+                weight_decay = 0.0
             adamw(
-                [masters[index] for index in chosen],
-                [gradients[index] for index in chosen],
-                [exp_avg[index] for index in chosen],
-                [exp_avg_sq[index] for index in chosen],
+                *some,
                 [],
                 # The library counts steps itself, in one tensor for each parameter.
                 [torch.tensor(step - 1.0, device=self._stage.device) for _ in chosen],
@@ -81,11 +80,19 @@ class Elementwise:
                 amsgrad=False,
                 beta1=config.adam_beta1,
                 beta2=config.adam_beta2,
-                lr=lr,
-                weight_decay=decay,
+                lr=lr * lr_factor,
+                weight_decay=weight_decay,
                 eps=config.adam_epsilon,
                 maximize=False,
             )
+
+    def _by_route(self) -> dict[tuple[float, float], list[int]]:
+        """Learning-rate factor and weight decay -> places that have them."""
+        groups: dict[tuple[float, float], list[int]] = {}
+        for index, place in enumerate(self._places):
+            route = self._stage.plan.routes[place.block.name]
+            groups.setdefault((route.lr_factor, route.weight_decay), []).append(index)
+        return groups
 
     def scatter_weights(self) -> Callable[[], None]:
         """Set the weights in place, and start to send vectors to the other tensor ranks."""
@@ -108,3 +115,15 @@ class Elementwise:
 
     def _view(self, of: Callable[[int], torch.Tensor], place: _Place) -> torch.Tensor:
         return of(place.parameter)[place.local]
+
+
+def _decay_cautiously(
+    masters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    exp_avg: list[torch.Tensor],
+    amount: float,
+    beta1: float,
+) -> None:
+    """Before AdamW's step, whose direction has the sign of its next first moment."""
+    for master, gradient, mean in zip(masters, gradients, exp_avg, strict=True):
+        decay(master, mean.lerp(gradient, 1 - beta1), amount, cautious=True)

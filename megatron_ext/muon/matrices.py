@@ -1,25 +1,27 @@
 """One batch of Muon matrices: gradients to their homes, the update there, weights back."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
 
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.muon.exchange import exchange
-from megatron_ext.muon.newton_schulz import batch_size, newton_schulz, newton_schulz_flops
+from megatron_ext.muon.newton_schulz import newton_schulz_flops
 from megatron_ext.muon.plan import Unit
+from megatron_ext.muon.routing import Route
 from megatron_ext.muon.stage import Stage
+from megatron_ext.muon.update import muon_step
 from megatron_ext.muon.views import views
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class MatrixBatch:
     """Matrices of one data-parallel shard that travel together.
 
     All tensor-parallel ranks of the shard hold the same units in the same order; each owns those
-    whose home it is. `masters` and `momentum` are flat FP32 tensors of the owned matrices.
+    whose home it is. `masters`, `momentum` and NorMuon's `moment` (or None) are flat FP32 tensors
+    of the owned matrices.
     """
 
     def __init__(self, units: Sequence[Unit], stage: Stage):
@@ -27,10 +29,20 @@ class MatrixBatch:
         self._stage = stage
         self._rank = stage.tp_group.rank()
         self.owned = [unit for unit in units if unit.home == self._rank]
+        # [n, rows, cols] of neighbours that are updated alike, and their route.
+        self._groups = [
+            ((len(list(group)), *shape), route)
+            for (shape, route), group in groupby(self.owned, key=self._kind)
+        ]
 
-    def bind(self, masters: torch.Tensor, momentum: torch.Tensor) -> None:
+    def bind(
+        self, masters: torch.Tensor, momentum: torch.Tensor, moment: torch.Tensor | None
+    ) -> None:
         """Keep the state in these flat tensors, one matrix after another."""
-        self._masters, self._momentum = masters, momentum
+        self._masters, self._momentum, self._moment = masters, momentum, moment
+
+    def _kind(self, unit: Unit) -> tuple[tuple[int, ...], Route]:
+        return unit.shape, replace(self._stage.plan.routes[unit.name], reason="")
 
     def gradients(self) -> list[tuple[str, torch.Tensor]]:
         """Name and gradient of each piece that lies on this rank."""
@@ -68,44 +80,23 @@ class MatrixBatch:
         )
 
     def update(self, lr: float, config: OptimizerConfig) -> None:
-        """Muon's step on the owned matrices, equal shapes side by side.
-
-        W ← (1 − lr·wd)·W − lr·scale·orthogonalize(M), or of G + μM with Nesterov.
-        """
+        """Muon's step on the owned matrices; the direction is M, or G + μM with Nesterov."""
         if config.nesterov:
             self._momentum.add_(self._gradients)
             self._gradients.add_(self._momentum, alpha=config.momentum)
-        directions = self._gradients
-        start = 0
-        for (shape, scale, decay), group in groupby(self.owned, key=self._kind):
-            count = len(list(group))
-            end = start + count * torch.Size(shape).numel()
-            masters = self._masters[start:end].view(count, *shape)
-            direction = directions[start:end].view(count, *shape)
-            start = end
-            if decay:
-                masters.mul_(1 - lr * decay)
-            together = batch_size(shape, masters.device)
-            for some, matrices in zip(
-                masters.split(together), direction.split(together), strict=True
-            ):
-                some.add_(self._orthogonalize(matrices, config), alpha=-lr * scale)
+        shapes = [shape for shape, _ in self._groups]
+        moments = [None] * len(shapes)
+        if self._moment is not None:
+            moments = views(self._moment, [(*shape[:2], 1) for shape in shapes])
+        for (_, route), masters, direction, moment in zip(
+            self._groups,
+            views(self._masters, shapes),
+            views(self._gradients, shapes),
+            moments,
+            strict=True,
+        ):
+            muon_step(masters, direction, moment, lr, route, config)
         del self._gradients
-
-    def _orthogonalize(self, matrices: torch.Tensor, config: OptimizerConfig) -> torch.Tensor:
-        # A batch of one is slower than a matrix alone.
-        alone = len(matrices) == 1
-        orthogonal = newton_schulz(
-            matrices[0] if alone else matrices,
-            config.newton_schulz_steps,
-            config.coefficients,
-            _DTYPES[config.arithmetic],
-        )
-        return orthogonal[None] if alone else orthogonal
-
-    def _kind(self, unit: Unit) -> tuple[tuple[int, ...], float, float]:
-        route = self._stage.plan.routes[unit.name]
-        return unit.shape, route.scale, route.weight_decay
 
     def _lying_here(self, view: Callable[[int], torch.Tensor]) -> list[list[torch.Tensor]]:
         """For each home the pieces of its matrices that lie on this rank."""

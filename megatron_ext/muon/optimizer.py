@@ -51,13 +51,22 @@ class InnerOptimizer:
         matrices_numel = total_numel([block.size for block in self._whole])
         self.momentum = torch.zeros_like(self.masters[:matrices_numel])
         self._rest.bind(self.masters[matrices_numel:])
-        sizes = [total_numel([unit.shape for unit in batch.owned]) for batch in self._batches]
-        parts = self.masters[:matrices_numel].split(sizes)
-        for batch, part, momentum in zip(
-            self._batches, parts, self.momentum.split(sizes), strict=True
-        ):
-            batch.bind(part, momentum)
+        self._moment_blocks = [_rows(block) for block in self._whole] if config.normuon else []
+        rows = total_numel([block.size for block in self._moment_blocks])
+        self._moment = torch.zeros(rows, device=stage.device)
+        self._bind_batches()
         self.write_weights()
+
+    def _bind_batches(self) -> None:
+        shapes = [[unit.shape for unit in batch.owned] for batch in self._batches]
+        sizes = [total_numel(of_batch) for of_batch in shapes]
+        masters = self.masters[: self.momentum.numel()].split(sizes)
+        momenta = self.momentum.split(sizes)
+        moments = [None] * len(sizes)
+        if self.config.normuon:
+            moments = self._moment.split([sum(s[0] for s in of_batch) for of_batch in shapes])
+        for batch, *state in zip(self._batches, masters, momenta, moments, strict=True):
+            batch.bind(*state)
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
@@ -93,6 +102,7 @@ class InnerOptimizer:
         for kind, flat, blocks in (
             ("master", self.masters, self.blocks),
             ("momentum", self.momentum, self._whole),
+            ("normuon_moment", self._moment, self._moment_blocks),
             ("exp_avg", self._rest.exp_avg, self._rest.blocks),
             ("exp_avg_sq", self._rest.exp_avg_sq, self._rest.blocks),
         ):
@@ -128,3 +138,9 @@ class InnerOptimizer:
             "the step was not taken. Resume from the last checkpoint, with a lower optimizer.lr "
             "if it happens again"
         )
+
+
+def _rows(block: Block) -> Block:
+    """Where the value for each row of a whole matrix lies: a column."""
+    column = (block.shape[0], 1)
+    return Block(block.name, column, (0, 0), column)

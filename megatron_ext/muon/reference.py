@@ -38,26 +38,47 @@ class Reference:
         self.first = {name: zero.clone() for name, zero in zeros.items()}
         self.second = {name: zero.clone() for name, zero in zeros.items()}
 
-    def step(self, gradients: dict[str, torch.Tensor], lr: float) -> float:
-        """One step from whole gradients; returns their global norm before clipping."""
+    def step(
+        self, gradients: dict[str, torch.Tensor], lr: float, norm: float | None = None
+    ) -> float:
+        """One step from whole gradients; returns their global norm before clipping.
+
+        `norm`: the global norm, where the gradients are not all that there are.
+        """
         gradients = {name: gradient.double() for name, gradient in gradients.items()}
-        norm = sum(gradient.square().sum() for gradient in gradients.values()).sqrt().item()
+        if norm is None:
+            norm = sum(gradient.square().sum() for gradient in gradients.values()).sqrt().item()
         if 0 < self.config.clip < norm:
             gradients = {n: g * (self.config.clip / norm) for n, g in gradients.items()}
         self.steps += 1
         for name, gradient in gradients.items():
             route, weight = self.routes[name], self.weights[name]
-            weight.mul_(1 - lr * route.weight_decay)
-            update = self._muon if route.optimizer == "muon" else self._adamw
-            weight.sub_(lr * route.scale * update(name, gradient))
+            compute = self._muon if route.optimizer == "muon" else self._adamw
+            update = compute(name, gradient)
+            kept = torch.ones_like(weight)
+            decays = update * weight >= 0 if self.config.cautious_decay else kept.bool()
+            kept[decays] -= lr * route.lr_factor * route.weight_decay
+            weight.mul_(kept).sub_(lr * route.lr_factor * route.scale * update)
         return norm
 
     def _muon(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         momentum, mu = self.first[name], self.config.momentum
         momentum.mul_(mu).add_(gradient)
         direction = gradient + mu * momentum if self.config.nesterov else momentum
-        config = self.config
-        return orthogonalize(direction, config.newton_schulz_steps, config.coefficients)
+        parts = direction.chunk(self.routes[name].heads)
+        steps, coefficients = self.config.newton_schulz_steps, self.config.coefficients
+        updates = [orthogonalize(part, steps, coefficients) for part in parts]
+        if self.config.normuon:
+            moments = self.second[name].chunk(len(parts))
+            updates = [self._even_rows(*pair) for pair in zip(updates, moments, strict=True)]
+        return torch.cat(updates)
+
+    def _even_rows(self, update: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+        """NorMuon; the moment of a row stands in each of its elements."""
+        beta = self.config.normuon_beta2
+        moment.mul_(beta).add_((1 - beta) * update.square().mean(1, keepdim=True))
+        evened = update / moment.clamp_min(1e-8).sqrt()
+        return evened * update.norm() / evened.norm().clamp_min(1e-8)
 
     def _adamw(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         beta1, beta2 = self.config.adam_beta1, self.config.adam_beta2

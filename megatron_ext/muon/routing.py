@@ -1,12 +1,14 @@
 """Which optimizer each logical parameter gets, and why."""
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
-from megatron_ext.model.logical import Kind
-from megatron_ext.muon.config import OptimizerConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.model.config import ModelConfig
+from megatron_ext.model.logical import Kind, kind_of, logical_shapes
+from megatron_ext.muon.config import OptimizerConfig, Rule
 from megatron_ext.muon.newton_schulz import update_scale
 
 
@@ -18,23 +20,105 @@ class Route:
     scale: float  # factor on Muon's orthogonal update
     weight_decay: float
     reason: str
+    lr_factor: float = 1.0
+    heads: int = 1  # equal blocks of rows that are orthogonalised one by one
+
+    def part(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """What is orthogonalised as one matrix in a parameter of this shape."""
+        return shape[0] // self.heads, shape[1]
 
 
-def route(name: str, kind: Kind, shape: tuple[int, ...], config: OptimizerConfig) -> Route:
-    """The route of one logical parameter.
+def route_all(model: ModelConfig, config: OptimizerConfig) -> dict[str, Route]:
+    """The routes of a whole model, by logical name, with the configuration's rules applied.
+
+    Raises ConfigError for a rule that matches nothing, or asks for what cannot be.
+    """
+    shapes = logical_shapes(model)
+    for rule in config.rules:
+        if not any(fnmatchcase(name, rule.match) for name in shapes):
+            raise ConfigError(
+                f"optimizer.rules: {rule.match!r} matches no parameter; names are like "
+                "embedding, head, final_norm, layers.0.attention.q, layers.0.mlp.down"
+            )
+    heads = {"attention.q": model.heads, "attention.k": model.kv_heads}
+    heads["attention.v"] = model.kv_heads
+    return {
+        name: route(name, kind_of(name), shape, config, heads.get(name.split(".", 2)[-1], 1))
+        for name, shape in shapes.items()
+    }
+
+
+def route(
+    name: str, kind: Kind, shape: tuple[int, ...], config: OptimizerConfig, heads: int = 1
+) -> Route:
+    """The route of one logical parameter, which holds this many heads one below the other.
 
     Muon takes the matrices inside layers; embedding, head and norms go to AdamW (MuLoCo, arXiv
     2505.23725), and so does a matrix of one row or column, which has nothing to orthogonalise.
     """
+    may_be_muon = kind == "matrix" and min(shape) > 1
     if config.name == "adamw":
-        return Route("adamw", 1.0, config.weight_decay, "optimizer.name=adamw")
-    if kind == "matrix" and min(shape) > 1:
-        return Route("muon", update_scale(shape, config.scale), config.weight_decay, "2-D in layer")
-    reason = kind if kind != "matrix" else "one row or column"
-    return Route("adamw", 1.0, config.weight_decay, reason)
+        chosen, reason = "adamw", "optimizer.name=adamw"
+    elif may_be_muon:
+        chosen, reason = "muon", "2-D in layer"
+    else:
+        chosen, reason = "adamw", kind if kind != "matrix" else "one row or column"
+    found = Route(chosen, 1.0, config.weight_decay, reason)
+    for rule in config.rules:
+        if fnmatchcase(name, rule.match):
+            found = _apply(rule, found)
+    if found.optimizer != "muon":
+        return found
+    if not may_be_muon:
+        raise ConfigError(
+            f"optimizer.rules give {name} {list(shape)} to muon, which is for matrices inside "
+            "layers; narrow match, or use optimizer: adamw"
+        )
+    if config.per_head:
+        found = replace(found, heads=heads)
+    return replace(found, scale=update_scale(found.part(shape), config.scale))
 
 
-def fingerprint(routes: dict[str, Route]) -> str:
-    """SHA-256 of a whole model's routing, stored in checkpoints to notice a changed one."""
-    table = {name: asdict(route) for name, route in sorted(routes.items())}
-    return hashlib.sha256(json.dumps(table).encode()).hexdigest()
+def _apply(rule: Rule, found: Route) -> Route:
+    changes = rule.model_dump(exclude={"match"}, exclude_none=True)
+    reason = f"rule {rule.match}"
+    if rule.optimizer is None:
+        reason = f"{found.reason}, {reason}"
+    return replace(found, **changes, reason=reason)
+
+
+def fold[Value](table: Mapping[str, Value]) -> dict[str, Value]:
+    """A table by logical name with equal entries of layers as one: "layers.0-3,5.mlp.up"."""
+    layers: dict[tuple[str, Value], list[int]] = {}
+    for name, value in table.items():
+        first, *rest = name.split(".", 2)
+        if first == "layers":
+            layers.setdefault((rest[1], value), []).append(int(rest[0]))
+        else:
+            layers[name, value] = []
+    return {
+        f"layers.{ranges(indices)}.{name}" if indices else name: value
+        for (name, value), indices in layers.items()
+    }
+
+
+def identity(routes: Mapping[str, Route]) -> dict[str, str]:
+    """The folded routes as texts, for checkpoints: a resumed run must have the same."""
+    return {
+        name: (
+            f"{route.optimizer}, scale {route.scale:g}, lr × {route.lr_factor:g}, "
+            f"weight decay {route.weight_decay:g}, heads {route.heads}"
+        )
+        for name, route in fold(routes).items()
+    }
+
+
+def ranges(indices: list[int]) -> str:
+    """ "0-3,7" for [0, 1, 2, 3, 7]."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

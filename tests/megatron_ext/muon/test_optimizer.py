@@ -13,10 +13,10 @@ from megatron_ext.model.build import build
 from megatron_ext.model.config import ModelConfig
 from megatron_ext.model.initialize import draw
 from megatron_ext.model.logical import describe, kind_of, logical_shapes
-from megatron_ext.muon.config import OptimizerConfig
+from megatron_ext.muon.config import OptimizerConfig, Rule
 from megatron_ext.muon.optimizer import InnerOptimizer
 from megatron_ext.muon.reference import Reference
-from megatron_ext.muon.routing import route
+from megatron_ext.muon.routing import route_all
 from megatron_ext.muon.stage import Stage
 from megatron_ext.replicas import ParallelConfig, initialize_megatron, join
 from tests.ranks import run
@@ -27,13 +27,11 @@ MODEL = ModelConfig(
 SEED = 7
 STEPS = 3
 LR = 0.02
-
-
-def routes_of(model: ModelConfig, config: OptimizerConfig):
-    return {
-        name: route(name, kind_of(name), shape, config)
-        for name, shape in logical_shapes(model).items()
-    }
+RULES = (
+    Rule(match="*.attention.v", lr_factor=0.5),
+    Rule(match="layers.1.*", optimizer="adamw", weight_decay=0.0),
+    Rule(match="head", lr_factor=3.0, weight_decay=0.25),
+)
 
 
 def gradient_of(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
@@ -50,7 +48,7 @@ def make(
     chunks = build(model, parallel, precision=precision, recompute="none", seed=SEED)
     logical = describe(chunks, model, parallel)
     whole = cache(lambda name: draw(name, model, SEED))
-    stage = Stage(chunks, logical, routes_of(model, config), chunks[0].config)
+    stage = Stage(chunks, logical, route_all(model, config), chunks[0].config)
     return InnerOptimizer(stage, config, lambda block: whole(block.name)[block.slices])
 
 
@@ -85,7 +83,7 @@ def train(rank, parallel, config, model, precision):
 def reference(config: OptimizerConfig, model: ModelConfig) -> tuple[Reference, list[float]]:
     shapes = logical_shapes(model)
     weights = {name: draw(name, model, SEED) for name in shapes}
-    slow = Reference(weights, routes_of(model, config), config)
+    slow = Reference(weights, route_all(model, config), config)
     norms = [
         slow.step({n: gradient_of(n, s, step) for n, s in shapes.items()}, LR)
         for step in range(STEPS)
@@ -155,12 +153,19 @@ def test_layouts_agree_bit_for_bit_where_each_matrix_is_orthogonalised_whole():
         {"nesterov": True, "scale": "match_adamw"},
         {"coefficients": "polar_express", "newton_schulz_steps": 7, "scale": "spectral"},
         {"coefficients": "simple", "scale": "shape_scaling", "momentum": 0.95},
+        {"coefficients": "cans", "newton_schulz_steps": 4},
+        {"per_head": True},
+        {"normuon": True},
+        {"normuon": True, "per_head": True, "nesterov": True, "cautious_decay": True},
+        {"cautious_decay": True},
+        {"rules": RULES},
     ],
     ids=str,
 )
-def test_options_follow_the_reference(options):
-    config = OptimizerConfig(name="muon", lr=LR, arithmetic="fp32", **options)
-    check({"tp": 2}, config, MODEL, 0.9999)
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+def test_options_follow_the_reference(options, layout):
+    config = OptimizerConfig(lr=LR, weight_decay=0.5, arithmetic="fp32", **options)
+    check(LAYOUTS[layout], config, MODEL, 0.9999)
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2 dp2", "tp4, more ranks than key-value heads"])

@@ -11,7 +11,7 @@ from megatron_ext.model import ModelConfig, skeleton
 from megatron_ext.model.logical import describe_parameter, kind_of, logical_shapes
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.muon.plan import StagePlan, plan_stage
-from megatron_ext.muon.routing import route
+from megatron_ext.muon.routing import route_all
 from pretrain.config import load
 
 
@@ -23,7 +23,7 @@ def _megatron_without_cuda():
 def plans(model: ModelConfig, config: OptimizerConfig, tp: int, pp: int, dp: int):
     """The plan of each pipeline stage."""
     names = [name for name, _ in skeleton(model).named_parameters()]
-    routes = {n: route(n, kind_of(n), s, config) for n, s in logical_shapes(model).items()}
+    routes = route_all(model, config)
     stages: list[list[str]] = [[] for _ in range(pp)]
     for name in names:
         if ".layers." in name:
