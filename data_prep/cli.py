@@ -62,6 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_tokenize(
         command("tokenize", commands.tokenize, "Tokenise IN into OUT; run again to go on.")
     )
+    one = command("dedup", commands.dedup, "List exact copies of texts for tokenize --skip.")
+    _add_reading(one)
+    _add_work(one)
+    one.add_argument("--output", type=Path, required=True, metavar="SKIP")
+
     one = command("inspect", commands.inspect, "Show counts, lengths and first documents of OUT.")
     one.add_argument("out", type=Path, metavar="OUT")
     one.add_argument("--documents", type=_natural, default=1, help="documents shown per output")
@@ -122,13 +127,12 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokenizer", type=Path, required=True, metavar="FILE")
     add("--output", type=Path, required=True, metavar="OUT")
-    add("--workers", type=_positive, default=_cpus(), metavar="N", help="default: all cores")
+    _add_work(parser)
+    add("--skip", type=Path, metavar="SKIP", help="leave out the records that dedup listed there")
     add("--max-bad", default="0.1%", help="with skip: stop above this share (default: 0.1%%)")
     add("--validation", default="0", metavar="SHARE", help="hold out this share, as in 0.5%%")
     add("--bos", help="prepend: auto (the model's own), an id or a piece (default: none)")
     add("--eod", help="append: an id or a piece (default: the model's own eos)")
-    add("--max-record-bytes", type=_size, default=_size("64M"), help="default: 64M")
-    add("--unit-bytes", type=_size, default=_size("128M"), help="grain of work (default: 128M)")
     add("--max-tokens", type=_count, default=0, metavar="N", help="an unbiased subset: at most N")
     add(
         "--documents-per-output",
@@ -139,6 +143,13 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     )
     add("--shard", type=_shard, default=(0, 1), metavar="i/n", help="do part i of n (from 0)")
     add("--dry-run", action="store_true", help="estimate tokens, hours and disk; write nothing")
+
+
+def _add_work(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--workers", type=_positive, default=_cpus(), metavar="N", help="default: all cores")
+    add("--max-record-bytes", type=_size, default=_size("64M"), help="default: 64M")
+    add("--unit-bytes", type=_size, default=_size("128M"), help="grain of work (default: 128M)")
 
 
 def _add_blend(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from data_prep import blending, estimate, inspection, merging, outputs, run
+from data_prep import dedup as deduplication
 from data_prep import sample as sampling_corpus
 from data_prep import train_tokenizer as training
 from data_prep.errors import UsageError
@@ -60,6 +61,7 @@ def tokenize(args: argparse.Namespace) -> None:
         bos=args.bos,
         eod=args.eod,
         root=args.root,
+        skip=args.skip,
         workers=args.workers,
         shard=args.shard,
     )
@@ -69,6 +71,28 @@ def tokenize(args: argparse.Namespace) -> None:
     with Reporter() as reporter:
         manifest = run.tokenize(request, reporter)
     _print(args, _totals(args.output, manifest), _lines(args.output, manifest))
+
+
+def dedup(args: argparse.Namespace) -> None:
+    options = Options(
+        text_column=args.text_column,
+        where=args.where,
+        max_record_bytes=args.max_record_bytes,
+        unit_bytes=args.unit_bytes,
+        bad_records="skip",  # they give no text; tokenize decides what becomes of them
+    )
+    plan = run.plan_without_tokenizer(args.given, args.root, options)
+    with Reporter() as reporter:
+        found = deduplication.dedup(plan, args.output, args.workers, reporter)
+    share = found.duplicates / max(found.texts, 1)
+    _print(
+        args,
+        {"texts": found.texts, "duplicates": found.duplicates, "output": str(args.output)},
+        [
+            f"{found.duplicates:,} of {found.texts:,} texts ({share:.2%}) are copies",
+            f"leave them out: tokenize … --skip {args.output}",
+        ],
+    )
 
 
 def _dry_run(args: argparse.Namespace, request: run.Request) -> None:

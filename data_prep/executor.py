@@ -1,5 +1,6 @@
 """Run tasks on the processes of this machine; a worker that dies is named, not waited for."""
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -7,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,16 @@ def run_in_process(plan: Plan, work: WorkFolder, tasks: Iterable[Task], listen: 
             task.argument, lambda step, label=task.label: listen(0, label, step, False)
         )
         listen(0, task.label, Step(), True)
+
+
+@contextlib.contextmanager
+def executor(plan: Plan, work: WorkFolder, workers: int) -> Iterator[Callable]:
+    """A function that runs tasks; its processes start before any thread of the progress display."""
+    if workers == 1:
+        yield lambda tasks, listen: run_in_process(plan, work, tasks, listen)
+    else:
+        with LocalPool(plan, work, workers) as pool:
+            yield pool.run
 
 
 class LocalPool:

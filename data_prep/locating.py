@@ -11,7 +11,7 @@ from data_prep.indexed import IndexedFile
 from data_prep.inspection import encoder_of
 from data_prep.plan import Input, Options, Unit
 from data_prep.reading import Item
-from data_prep.selection import sampled, split_of
+from data_prep.selection import selected, skipped_numbers, split_of
 
 
 class Provenance:
@@ -44,7 +44,10 @@ class Provenance:
     def _items(self, row: dict, source: Input) -> Iterator[Item]:
         unit = Unit(row["input"], 0, row["start"], row["end"], row["first_record"])
         found = reading.items(source, streams.file_kind(source.path), unit, self.options)
-        return sampled(found, self.manifest["sampled_below"])
+        skip = skipped_numbers(
+            self.manifest["skip_path"], source.name, self.manifest["inputs"][row["input"]]["sha256"]
+        )
+        return selected(found, self.manifest["sampled_below"], skip)
 
     def _input(self, number: int) -> Input:
         row = self.manifest["inputs"][number]

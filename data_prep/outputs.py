@@ -84,6 +84,7 @@ def describe(result: Result) -> dict:
         "versions": {"data_prep": "1", "library": result.library, "numpy": _version("numpy")},
         "root": result.plan.root,
         "sampled_below": result.below,
+        "skip_path": result.plan.skip_path,
         "inputs": _input_rows(result),
     }
 

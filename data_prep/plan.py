@@ -26,6 +26,7 @@ class Options:
     bad_records: str = "stop"  # or "skip"
     max_bad: Fraction = Fraction(1, 1000)  # share of the records, with bad_records="skip"
     max_tokens: int = 0  # 0: all
+    skip: str = ""  # fingerprint of a list of records to leave out
     documents_per_output: int = 2**31 - 1  # GPTDataset's document index is int32
 
     def as_dict(self) -> dict:
@@ -109,6 +110,7 @@ class Plan:
     tokenizer_path: str
     root: str  # the folder that the inputs' names are relative to
     shard: tuple[int, int] = (0, 1)  # index and count
+    skip_path: str = ""
 
     def identity(self) -> dict:
         """JSON-like; excludes where things lie, when they were touched, and how work is spread."""
@@ -116,7 +118,7 @@ class Plan:
             "format": FORMAT,
             "options": self.options.as_dict(),
             "tokenizer": {
-                key: self.tokenizer[key]
+                key: self.tokenizer.get(key)
                 for key in ("kind", "fingerprint", "vocab_size", "bos", "eod", "probe_ids")
             },
             "inputs": {item.name: f"{item.bytes} bytes" for item in self.inputs},

@@ -6,6 +6,7 @@ import json
 BLANK_LINE = "blank-line"
 EMPTY_TEXT = "empty-text"
 NOT_SAMPLED = "not-sampled"
+DUPLICATE = "duplicate"
 # Defects: `--bad-records` says what happens.
 INVALID_UTF8 = "invalid-utf8"
 INVALID_JSON = "invalid-json"

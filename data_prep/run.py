@@ -1,17 +1,18 @@
 """`tokenize`: find, scan, tokenise, assemble, publish. Each step takes up where a run broke off."""
 
-import contextlib
+import dataclasses
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep import assemble, estimate, files, outputs, sampling, sources
 from data_prep.errors import DataError, DataPrepError, UsageError
-from data_prep.executor import LocalPool, Task, run_in_process
+from data_prep.executor import Task, executor
 from data_prep.plan import Input, Options, Plan, Unit
 from data_prep.progress import Reporter
 from data_prep.records import BAD_REASONS
+from data_prep.skiplist import SkipList
 from data_prep.tokenizers.encoder import Encoder
 from data_prep.tokenizers.load import load_encoder
 from data_prep.work import MANIFEST, WorkFolder, refuse_other
@@ -29,6 +30,7 @@ class Request:
     bos: str | None = None
     eod: str | None = None
     root: Path | None = None
+    skip: Path | None = None
     workers: int = 1
     shard: tuple[int, int] = (0, 1)
 
@@ -49,7 +51,7 @@ def tokenize(request: Request, reporter: Reporter) -> dict:
     work.lock()
     try:
         work.begin(plan)
-        with _executor(plan, work, request.workers) as run:
+        with executor(plan, work, request.workers) as run:
             made = _Run(plan, work, encoder, reporter, run).execute()
         work.remove()
         return made
@@ -66,15 +68,33 @@ def tokenize(request: Request, reporter: Reporter) -> dict:
 
 def make_plan(request: Request, encoder: Encoder) -> Plan:
     found = sources.find(request.given, request.root, request.options.where)
+    options = request.options
+    if request.skip:
+        skip_list = SkipList(request.skip)
+        skip_list.check_names([source.name for source in found])
+        options = dataclasses.replace(options, skip=skip_list.fingerprint)
     given = request.given.absolute()
     root = given if given.is_dir() else (request.root or given.parent).absolute()
     return Plan(
-        options=request.options,
+        options=options,
         inputs=tuple(Input.of(source) for source in found),
         tokenizer=encoder.identity().as_dict(),
         tokenizer_path=str(encoder.path.absolute()),
         root=str(root),
         shard=request.shard,
+        skip_path=str(request.skip.absolute()) if request.skip else "",
+    )
+
+
+def plan_without_tokenizer(given: Path, root: Path | None, options: Options) -> Plan:
+    """The plan of a pass over the same input that does not tokenise."""
+    found = sources.find(given, root, options.where)
+    return Plan(
+        options=options,
+        inputs=tuple(Input.of(source) for source in found),
+        tokenizer={},
+        tokenizer_path="",
+        root=str(given.absolute()),
     )
 
 
@@ -101,16 +121,6 @@ def finished_manifest(out: Path, plan: Plan) -> dict | None:
         leftover.remove()
         leftover.unlock()
     return manifest
-
-
-@contextlib.contextmanager
-def _executor(plan: Plan, work: WorkFolder, workers: int) -> Iterator[Callable]:
-    """A function that runs tasks; its processes start before any thread of the progress display."""
-    if workers == 1:
-        yield lambda tasks, listen: run_in_process(plan, work, tasks, listen)
-    else:
-        with LocalPool(plan, work, workers) as pool:
-            yield pool.run
 
 
 class _Run:

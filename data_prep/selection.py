@@ -2,10 +2,12 @@
 
 import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from data_prep import records
 from data_prep.plan import Options
 from data_prep.reading import Item
+from data_prep.skiplist import SkipList
 
 SPLITS = ("train", "validation")
 _HASHES = 2**64
@@ -27,10 +29,22 @@ def sampling_hash(text: str) -> int:
     return hash_of(text, b"max-tokens")
 
 
-def sampled(found: Iterator[Item], below: int) -> Iterator[Item]:
-    """Skip the texts whose sampling hash is not below `below` (2^64 keeps all)."""
+def selected(found: Iterator[Item], below: int, skip: frozenset[int]) -> Iterator[Item]:
+    """Turn some texts into skipped records.
+
+    `below`: the sampling hashes that are taken (2^64: all). `skip`: records to leave out.
+    """
     for item in found:
-        if below < _HASHES and item.text is not None and sampling_hash(item.text) >= below:
+        if item.text is None:
+            yield item
+        elif item.number in skip:
+            yield item.skip(records.DUPLICATE)
+        elif below < _HASHES and sampling_hash(item.text) >= below:
             yield item.skip(records.NOT_SAMPLED)
         else:
             yield item
+
+
+def skipped_numbers(folder: str, name: str, sha256: str) -> frozenset[int]:
+    """What the skip list in `folder` (if any) says of an input."""
+    return frozenset(SkipList(Path(folder)).of(name, sha256).tolist()) if folder else frozenset()

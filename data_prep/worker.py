@@ -15,7 +15,7 @@ from data_prep import files, reading, records
 from data_prep.errors import DataError
 from data_prep.plan import Plan, Unit
 from data_prep.reading import Item
-from data_prep.selection import SPLITS, sampled, sampling_hash, split_of
+from data_prep.selection import SPLITS, sampling_hash, selected, skipped_numbers, split_of
 from data_prep.tokenizers.encoder import Encoder
 from data_prep.tokenizers.load import load_encoder
 from data_prep.work import WorkFolder
@@ -63,9 +63,23 @@ class Worker:
         source = self.plan.inputs[unit.input]
         writer = _UnitWriter(fresh, self.encoder, self.plan, source.name, report)
         found = reading.items(source, scan.kind, unit, self.plan.options)
-        for item in sampled(found, self.work.sampling()):
+        skip = skipped_numbers(self.plan.skip_path, source.name, scan.sha256)
+        for item in selected(found, self.work.sampling(), skip):
             writer.add(item)
         self.work.commit_unit(unit, fresh, {"unit": unit.name, **writer.close(unit.end)})
+
+    def hash(self, unit: Unit, report: Report) -> None:
+        """The 128-bit hash of every text of a unit, in order of the hash (see dedup)."""
+        from data_prep.dedup import HASHED, hashed
+
+        scan = self.work.scan(unit.input)
+        found = reading.items(self.plan.inputs[unit.input], scan.kind, unit, self.plan.options)
+        rows = [hashed(item.text, item.number) for item in found if item.text is not None]
+        fresh = self.work.fresh_folder(unit)
+        np.save(fresh / "hashes.npy", np.sort(np.array(rows, dtype=HASHED)))
+        files.sync_file(fresh / "hashes.npy")
+        self.work.commit_unit(unit, fresh, {"unit": unit.name, "texts": len(rows)})
+        report(Step(read_bytes=unit.end - unit.start, documents=len(rows)))
 
 
 class _Part:
