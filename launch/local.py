@@ -18,11 +18,14 @@ from megatron_ext.errors import ConfigError, PeerError, StackError
 from megatron_ext.replicas import ParallelConfig
 from pretrain import exit
 from pretrain.config import Resolved, check_machine, load
+from pretrain.stopping import SIGNALS
 
 SETTLE_SECONDS = 0.5
 """How long the cause of a failure may come after its first consequence."""
 GRACE_SECONDS = 10.0
-"""From SIGTERM to SIGKILL."""
+"""From SIGINT to SIGKILL."""
+SAVE_SECONDS = 900.0
+"""How long ranks that were asked to stop may go on to a step that they agree on, and save."""
 
 
 class RankFailure(StackError):
@@ -81,8 +84,9 @@ def _replace_by_torchrun(resolved: Resolved, arguments: list[str], debug: bool) 
 def supervise(train: Callable[[], None], parallel: ParallelConfig, debug: bool = False) -> None:
     """Call `train` in one forked process for each rank and watch over them.
 
-    The first failure ends all: SIGTERM, then SIGKILL after a grace. Raises RankFailure, which
-    names the rank whose failure was the cause. SIGINT and SIGTERM are passed on.
+    The first failure ends all. Raises RankFailure, which names the rank whose failure was the
+    cause. SIGTERM and SIGUSR1 are passed on, so that the ranks save and end in good order, which is
+    no failure; SIGINT, or another signal after them, ends the ranks.
     """
     failures: list[Exit] = []
     main = partial(_rank, train, parallel.world_size)
@@ -93,9 +97,10 @@ def supervise(train: Callable[[], None], parallel: ParallelConfig, debug: bool =
                     ranks.limit(SETTLE_SECONDS)
                 if end.status != 0:
                     failures.append(end)
-            _end(ranks, signal.SIGTERM)
+            _end(ranks, signal.SIGKILL)
         except _Interrupted as interrupt:
-            _end(ranks, interrupt.number)
+            if _end(ranks, interrupt.number):
+                return
             raise
     if failures:
         raise _failure(failures, parallel.inner_world_size, debug)
@@ -118,14 +123,18 @@ def _rank(train: Callable[[], None], world_size: int, rank: int) -> tuple[int, b
     return 0, b""
 
 
-def _end(ranks: RankProcesses, number: int) -> None:
-    """Ask what still runs to end; the end of the `with` block kills what does not."""
+def _end(ranks: RankProcesses, number: int) -> bool:
+    """Ask what still runs to end; the end of the `with` block kills what does not.
+
+    Returns whether all have ended, and well.
+    """
     ranks.signal(number)
     # A stopped process can end only when it goes on.
     ranks.signal(signal.SIGCONT)
-    ranks.limit(GRACE_SECONDS)
-    for _ in ranks.exits():
-        pass
+    ranks.limit(GRACE_SECONDS if number == signal.SIGINT else SAVE_SECONDS)
+    # Not `all` of the generator, which would stop at the first failure.
+    ended_well = [end.status == 0 for end in ranks.exits()]
+    return all(ended_well) and not ranks.running
 
 
 def _failure(failures: list[Exit], inner_world_size: int, debug: bool) -> RankFailure:
@@ -156,12 +165,12 @@ def _failure(failures: list[Exit], inner_world_size: int, debug: bool) -> RankFa
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let SIGINT and SIGTERM interrupt the block, so that it can pass them on."""
+    """Let signals interrupt the block, so that it can pass them on."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise _Interrupted(number)
 
-    handlers = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, *SIGNALS)}
     try:
         yield
     except _Interrupted as interrupted:

@@ -22,7 +22,7 @@ from types import TracebackType
 from torch.distributed import TCPStore
 
 _PR_SET_PDEATHSIG = 1
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _LOCALHOST = "127.0.0.1"
 
 

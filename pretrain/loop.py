@@ -7,6 +7,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from megatron_ext.config import Section
 from pretrain.schedule import learning_rate
+from pretrain.stopping import Stopping
 
 if TYPE_CHECKING:
     from pretrain.config import Resolved
@@ -51,21 +52,26 @@ def run(session: "Session") -> None:
     stop = config.train.stop_at or steps
     if state.step == 0 and config.validation.every:
         session.validate()
-    while state.step < stop:
-        started = time.perf_counter()
-        step = state.step + 1
-        session.replicas.progress(step)
-        with session.replicas.guard(f"step {step}"):
-            lr = learning_rate(step, steps, config.optimizer)
-            loss = session.engine.train(session.samples.micro_batches(step))
-            grad_norm = session.inner.step(lr)
-            outer = session.outer.step(step, last=step == steps) if session.outer else None
-            state.step = step
-            session.record(loss, lr, grad_norm, time.perf_counter() - started, outer)
-            if _due(step, config.validation.every, last=step == steps):
-                session.validate()
-            if _due(step, config.checkpoint.every) or step == stop:
-                session.save(last=step == stop)
+    with Stopping(session.replicas, config.outer) as stopping:
+        while state.step < stop:
+            started = time.perf_counter()
+            step = state.step + 1
+            session.replicas.progress(step)
+            stopping.begin(step)
+            with session.replicas.guard(f"step {step}"):
+                lr = learning_rate(step, steps, config.optimizer)
+                loss = session.engine.train(session.samples.micro_batches(step))
+                grad_norm = session.inner.step(lr)
+                outer = session.outer.step(step, last=step == steps) if session.outer else None
+                state.step = step
+                session.record(loss, lr, grad_norm, time.perf_counter() - started, outer)
+                if _due(step, config.validation.every, last=step == steps):
+                    session.validate()
+                ends = step == stop or stopping.due(step)
+                if _due(step, config.checkpoint.every) or ends:
+                    session.save(last=ends)
+            if ends:
+                break
 
 
 def _due(step: int, every: int, last: bool = False) -> bool:

@@ -163,7 +163,7 @@ def sleeper(tmp_path):
         yield pid, [int(pipe.readline()) for _ in range(2)], errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signal_to_the_launcher_ends_all_ranks(sleeper, number):
     pid, ranks, errors = sleeper
     os.kill(pid, number)
@@ -171,6 +171,34 @@ def test_signal_to_the_launcher_ends_all_ranks(sleeper, number):
     assert os.waitstatus_to_exitcode(status) == 128 + number
     assert errors.read_text() == f"error: stopped by {number.name}\n"
     assert all(_ends(rank) for rank in ranks)
+
+
+def test_launcher_whose_ranks_end_well_when_asked_to_stop_ends_well(capfd):
+    reading, writing = os.pipe()
+
+    def train() -> None:
+        asked = []
+        # Once they have met, the launcher has started everything.
+        join(ParallelConfig(dp=2), timeout_seconds=30)
+        signal.signal(signal.SIGUSR1, lambda *_: asked.append(True))
+        os.write(writing, b".")
+        while not asked:
+            time.sleep(0.01)
+
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            code = exit.run(lambda: supervise(train, ParallelConfig(dp=2)))
+        finally:
+            os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        assert pipe.read(2) == b".."
+    os.kill(pid, signal.SIGUSR1)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(sleeper):
