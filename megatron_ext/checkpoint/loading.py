@@ -15,6 +15,7 @@ from megatron_ext.checkpoint.saving import COUNTERS, SHARED, layout_of, replica_
 from megatron_ext.checkpoint.state import (
     MASTER_KIND,
     RANDOM_KIND,
+    RESIDUAL_KINDS,
     SHARED_KINDS,
     StateTensor,
     TrainingState,
@@ -62,7 +63,8 @@ class Load:
     the saved replicas' masters. At a round's end that is the anchor, to the last bit. Inside a
     round it carries on what every saved replica has learned since, dropped ones included: the
     round goes on from there, and its outer step moves the anchor by all of it. Saved replicas go
-    on with their own inner state; new ones get it by the `inner` rule.
+    on with their own inner state; new ones get it by the `inner` rule, and no residual of error
+    feedback.
     """
 
     def __init__(self, path: Path, content: Manifest, replicas: Replicas, inner: InnerState):
@@ -88,7 +90,7 @@ class Load:
             for folder, tensors in wanted.items():
                 if not tensors:
                     continue
-                if folder == self._own_folder and self._saved["replicas"] != self._replicas.count:
+                if folder == self._own_folder and self._is_resized:
                     self._read_resized(tensors)
                 else:
                     storage.read(self._path / folder, tensors)
@@ -96,6 +98,10 @@ class Load:
             counters = self._counters()
         everyone.decide(f"load of {self._path}", failure.error, _refuse_failure)
         state.restore(counters, rng)
+
+    @property
+    def _is_resized(self) -> bool:
+        return self._saved["replicas"] != self._replicas.count
 
     @property
     def _is_new(self) -> bool:
@@ -125,6 +131,8 @@ class Load:
                 if not key.startswith(f"{RANDOM_KIND}.")
             }
             for key in sorted(wanted.keys() | stored.keys()):
+                if self._is_resized and key.split(".")[0] in RESIDUAL_KINDS:
+                    continue  # a single replica has none, so both sides may lack them
                 if wanted.get(key) != stored.get(key):
                     raise ConfigError(
                         f"{self._path} does not fit this run: {key} is "
@@ -134,15 +142,20 @@ class Load:
                     )
 
     def _read_resized(self, tensors: list[StateTensor]) -> None:
-        self._read_mean([tensor for tensor in tensors if tensor[0] == MASTER_KIND])
-        inner = [tensor for tensor in tensors if tensor[0] != MASTER_KIND]
-        if self._is_new and self._inner == "zero":
-            for _, _, tensor in inner:
-                tensor.zero_()
-        elif self._is_new and self._inner == "mean":
-            self._read_mean(inner)
-        else:
-            storage.read(self._path / self._own_folder, inner)
+        stored = self._entries(self._own_folder)
+        rules: dict[str, list[StateTensor]] = {"clone": [], "mean": [], "zero": []}
+        for kind, block, tensor in tensors:
+            rule = self._inner if self._is_new else "clone"
+            if kind == MASTER_KIND:
+                rule = "mean"
+            elif kind in RESIDUAL_KINDS:
+                absent = storage.key_of(kind, block.name) not in stored
+                rule = "zero" if self._is_new or absent else "clone"
+            rules[rule].append((kind, block, tensor))
+        storage.read(self._path / self._own_folder, rules["clone"])
+        self._read_mean(rules["mean"])
+        for _, _, tensor in rules["zero"]:
+            tensor.zero_()
 
     def _read_mean(self, tensors: list[StateTensor]) -> None:
         """In float64, in which the mean of equal values is exactly that value."""

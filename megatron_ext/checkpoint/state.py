@@ -8,7 +8,10 @@ from torch import Tensor
 from megatron_ext.blocks import Block
 
 # State that is bit-identical in all replicas. It is saved once, not once for each replica.
-SHARED_KINDS = ("anchor", "outer_momentum")
+SHARED_KINDS = ("anchor", "outer_momentum", "outer_square", "outer_pending")
+
+# What a replica still owes to the others. A replica that joins owes nothing.
+RESIDUAL_KINDS = ("error_feedback", "second_error")
 
 # FP32 weights as a replica trains them.
 MASTER_KIND = "master"

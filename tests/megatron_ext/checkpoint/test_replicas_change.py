@@ -70,3 +70,41 @@ def test_replicas_and_their_cutting_change_at_once(tmp_path):
     run(_save, 4, tmp_path, ParallelConfig(replicas=2, tp=2), AtRoundEnd)
     layout = ParallelConfig(replicas=3, dp=1)
     assert run(_load, 3, tmp_path, layout, "clone", 2, True) == [(set(), 5, None)] * 3
+
+
+def _save_kinds(rank: int, folder: Path, count: int, kinds: tuple[str, ...]):
+    with join(ParallelConfig(replicas=count), timeout_seconds=30) as replicas:
+        Checkpoints(folder, replicas).save(ToyState(replicas, 1, 5, kinds), 5)
+
+
+def _load_residuals(rank: int, folder: Path, count: int, kinds: tuple[str, ...]):
+    """For each residual whether it is what was saved, and whether it is zero."""
+    with join(ParallelConfig(replicas=count), timeout_seconds=30) as replicas:
+        checkpoints = Checkpoints(folder, replicas)
+        state = ToyState(replicas, 2, kinds=kinds)
+        checkpoints.load(checkpoints.find("auto"), state)
+        changed = {name.split(".")[0] for name in state.differences(5)}
+        zero = all(
+            tensor.count_nonzero() == 0 for kind, _, tensor in state.tensors() if kind in RESIDUAL
+        )
+        return not changed & set(RESIDUAL), zero
+
+
+RESIDUAL = ("error_feedback", "second_error")
+PLAIN = ("master", "anchor")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (2, 3, [(True, False), (True, False), (False, True)]),
+        (1, 2, [(False, True), (False, True)]),
+        (2, 1, [(True, True)]),
+    ],
+)
+def test_who_joins_owes_nothing_and_a_single_replica_has_nobody_to_owe(
+    tmp_path, before, after, expected
+):
+    kinds = {count: (*PLAIN, *RESIDUAL) if count > 1 else PLAIN for count in (1, 2, 3)}
+    run(_save_kinds, before, tmp_path, before, kinds[before])
+    assert run(_load_residuals, after, tmp_path, after, kinds[after]) == expected

@@ -18,7 +18,7 @@ SHAPES = {
     "layers.0.attention_norm": (7,),
     "layers.1.mlp.down": (5, 12),
 }
-KINDS = ("master", "momentum", *SHARED_KINDS)
+KINDS = ("master", "momentum", "anchor", "outer_momentum")
 
 
 def whole(kind: str, name: str, replica: int, step: int) -> Tensor:
@@ -46,14 +46,14 @@ def cut(shape: tuple[int, ...], world_size: int, chance: random.Random) -> list[
 class ToyState:
     """One rank's blocks, filled with the values of a step."""
 
-    def __init__(self, replicas: Replicas, cutting: int, step: int | None = None):
+    def __init__(self, replicas: Replicas, cutting: int, step: int | None = None, kinds=KINDS):
         """`cutting` seeds the cuts; without `step` everything is NaN."""
         self.replicas = replicas
         self.step = step
         chance = random.Random(cutting)
         self.blocks = [
             (kind, Block(name, shape, offset, size))
-            for kind in KINDS
+            for kind in kinds
             for name, shape in SHAPES.items()
             for owner, offset, size in cut(shape, replicas.world_size, chance)
             if owner == replicas.rank
