@@ -67,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_work(one)
     one.add_argument("--output", type=Path, required=True, metavar="SKIP")
 
+    _add_download(
+        command("download", commands.download, "Fetch a list of files; with a tokenizer, stream.")
+    )
     one = command("inspect", commands.inspect, "Show counts, lengths and first documents of OUT.")
     one.add_argument("out", type=Path, metavar="OUT")
     one.add_argument("--documents", type=_natural, default=1, help="documents shown per output")
@@ -150,6 +153,22 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=_positive, default=_cpus(), metavar="N", help="default: all cores")
     add("--max-record-bytes", type=_size, default=_size("64M"), help="default: 64M")
     add("--unit-bytes", type=_size, default=_size("128M"), help="grain of work (default: 128M)")
+
+
+def _add_download(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("given", type=Path, metavar="LIST", help="paths to fetch, as in data-jsonl.paths.gz")
+    add("--base", required=True, metavar="URL", help="address that the paths are relative to")
+    add("--output", type=Path, required=True, metavar="DIR|OUT")
+    add("--connections", type=_positive, default=4, help="files at a time (default: 4)")
+    add("--attempts", type=_positive, default=8, help="tries without a new byte (default: 8)")
+    add("--pause-seconds", type=float, default=1.0, help="doubles with each try (default: 1)")
+    stream = parser.add_argument_group("download, tokenise and delete in batches")
+    stream.add_argument("--tokenizer", type=Path, metavar="FILE", help="turns this on")
+    stream.add_argument("--batch-files", type=_positive, default=64, help="default: 64")
+    stream.add_argument("--workers", type=_positive, default=_cpus(), help="default: all cores")
+    stream.add_argument("--text-column", default=Options().text_column)
+    stream.add_argument("--validation", default="0", metavar="SHARE")
 
 
 def _add_blend(parser: argparse.ArgumentParser) -> None:

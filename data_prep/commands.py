@@ -4,14 +4,16 @@ import argparse
 import json
 from pathlib import Path
 
-from data_prep import blending, estimate, inspection, merging, outputs, run
+from data_prep import blending, estimate, inspection, merging, outputs, run, sources
 from data_prep import dedup as deduplication
 from data_prep import sample as sampling_corpus
 from data_prep import train_tokenizer as training
+from data_prep.download import Server, fetch_all
 from data_prep.errors import UsageError
 from data_prep.locating import Provenance
 from data_prep.plan import Options, fraction
 from data_prep.progress import Reporter
+from data_prep.streaming import stream
 from data_prep.tokenizers.load import load_encoder
 
 
@@ -93,6 +95,27 @@ def dedup(args: argparse.Namespace) -> None:
             f"leave them out: tokenize … --skip {args.output}",
         ],
     )
+
+
+def download(args: argparse.Namespace) -> None:
+    names = sources.listed_names(args.given)
+    server = Server(args.base, args.attempts, args.pause_seconds)
+    with Reporter() as reporter:
+        if args.tokenizer is None:
+            fresh = fetch_all(names, server, args.output, reporter, args.connections)
+            lines = [f"{args.output}: {len(names):,} files, {fresh:,} of them fetched now"]
+            summary = {"files": len(names), "fetched": fresh}
+        else:
+            options = Options(
+                text_column=args.text_column,
+                validation=fraction(args.validation, "--validation"),
+            )
+            request = run.Request(
+                args.given, args.tokenizer, args.output, options, workers=args.workers
+            )
+            manifest = stream(names, server, request, args.batch_files, reporter)
+            summary, lines = _totals(args.output, manifest), _lines(args.output, manifest)
+    _print(args, summary, lines)
 
 
 def _dry_run(args: argparse.Namespace, request: run.Request) -> None:

@@ -59,7 +59,9 @@ def merge(given: list[Path], out: Path, reporter: Reporter) -> dict:
     Raises:
         UsageError: they cannot be joined. DataError: one of them is damaged.
     """
-    if (out / MANIFEST).exists() or any(out.glob("**/*.bin")):
+    work = WorkFolder(out)
+    strays = (path for path in out.glob("**/*.bin") if not path.is_relative_to(work.path))
+    if (out / MANIFEST).exists() or any(strays):
         raise UsageError(f"--output {out}: holds data already; choose another folder")
     manifests = {path: outputs.read_manifest(path) for path in given}
     if len(manifests) < len(given):
@@ -68,7 +70,6 @@ def merge(given: list[Path], out: Path, reporter: Reporter) -> dict:
     shards = any(manifest["shard"] != "0/1" for manifest in manifests.values())
     manifests = _in_shard_order(manifests) if shards else manifests
     manifest = _of_shards(manifests) if shards else _of_runs(manifests)
-    work = WorkFolder(out)
     work.lock()
     try:
         (work.path / "assembled").mkdir(exist_ok=True)
@@ -148,7 +149,9 @@ def _of_runs(manifests: dict[Path, dict]) -> dict:
             )
     first = next(iter(manifests.values()))
     options = [manifest["options"] for manifest in manifests.values()]
-    return {**first, "options": {"merged": options}, "root": root, "inputs": inputs}
+    same = all(one == options[0] for one in options)
+    merged = options[0] if same else {"merged": options}
+    return {**first, "options": merged, "root": root, "inputs": inputs}
 
 
 def _write(

@@ -60,6 +60,24 @@ def _names_in_tree(base: Path) -> list[str]:
 
 
 def _names_in_list(path: Path, base: Path) -> list[str]:
+    names = listed_names(path)
+    if missing := [name for name in names if not (base / name).is_file()]:
+        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise DataError(
+            f"list {path}: {len(missing)} of {len(names)} files are not below {base}: {shown}; "
+            "download them, or name the folder they are relative to with --root"
+        )
+    return names
+
+
+def listed_names(path: Path) -> list[str]:
+    """The paths in a list, plain or gzip.
+
+    Raises:
+        UsageError: there is no such list. DataError: it is damaged, empty, or names a file twice.
+    """
+    if not path.is_file():
+        raise UsageError(f"list {path}: there is no such file")
     raw = path.read_bytes()
     try:
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
@@ -68,12 +86,8 @@ def _names_in_list(path: Path, base: Path) -> list[str]:
     names = [line.strip() for line in text.split("\n") if line.strip()]
     if duplicates := len(names) - len(set(names)):
         raise DataError(f"list {path}: {duplicates} paths occur more than once")
-    if missing := [name for name in names if not (base / name).is_file()]:
-        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
-        raise DataError(
-            f"list {path}: {len(missing)} of {len(names)} files are not below {base}: {shown}; "
-            "download them, or name the folder they are relative to with --root"
-        )
+    if escaping := [name for name in names if name.startswith("/") or ".." in name.split("/")]:
+        raise DataError(f"list {path}: {escaping[0]!r} does not lie below the list's folder")
     return names
 
 
