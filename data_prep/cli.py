@@ -145,6 +145,12 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
         help="cut larger partitions into numbered outputs (default: %(default)s)",
     )
     add("--shard", type=_shard, default=(0, 1), metavar="i/n", help="do part i of n (from 0)")
+    add(
+        "--executor",
+        choices=("local", "ray"),
+        default="local",
+        help="ray: the cluster of RAY_ADDRESS, with --workers tasks at a time (default: local)",
+    )
     add("--dry-run", action="store_true", help="estimate tokens, hours and disk; write nothing")
 
 

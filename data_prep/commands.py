@@ -65,6 +65,7 @@ def tokenize(args: argparse.Namespace) -> None:
         root=args.root,
         skip=args.skip,
         workers=args.workers,
+        executor=args.executor,
         shard=args.shard,
     )
     if args.dry_run:

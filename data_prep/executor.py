@@ -45,9 +45,17 @@ def run_in_process(plan: Plan, work: WorkFolder, tasks: Iterable[Task], listen: 
 
 
 @contextlib.contextmanager
-def executor(plan: Plan, work: WorkFolder, workers: int) -> Iterator[Callable]:
-    """A function that runs tasks; its processes start before any thread of the progress display."""
-    if workers == 1:
+def executor(plan: Plan, work: WorkFolder, workers: int, kind: str = "local") -> Iterator[Callable]:
+    """A function that runs tasks; its processes start before any thread of the progress display.
+
+    `kind`: `local` for this machine's processes, `ray` for a cluster's.
+    """
+    if kind == "ray":
+        from data_prep.ray_executor import RayPool
+
+        with RayPool(plan, work, workers) as pool:
+            yield pool.run
+    elif workers == 1:
         yield lambda tasks, listen: run_in_process(plan, work, tasks, listen)
     else:
         with LocalPool(plan, work, workers) as pool:

@@ -32,6 +32,7 @@ class Request:
     root: Path | None = None
     skip: Path | None = None
     workers: int = 1
+    executor: str = "local"
     shard: tuple[int, int] = (0, 1)
 
 
@@ -51,7 +52,7 @@ def tokenize(request: Request, reporter: Reporter) -> dict:
     work.lock()
     try:
         work.begin(plan)
-        with executor(plan, work, request.workers) as run:
+        with executor(plan, work, request.workers, request.executor) as run:
             made = _Run(plan, work, encoder, reporter, run).execute()
         work.remove()
         return made

@@ -1,6 +1,7 @@
 """Whole runs of `tokenize`: what goes in comes out, and what cannot is never passed over."""
 
 import hashlib
+import importlib.util
 import json
 
 import pyarrow as pa
@@ -314,3 +315,10 @@ def test_a_partition_of_too_many_documents_is_cut_into_numbered_outputs(capsys, 
     assert prefixes == [f"all-{number:05d}" for number in range(len(prefixes))]
     assert all(len(IndexedFile(tmp_path / "out" / prefix)) <= 30 for prefix in prefixes)
     assert documents(tmp_path / "out") == ids_of(TEXTS)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed here")
+def test_an_executor_that_is_not_installed_is_refused_by_name(capsys, tmp_path):
+    path = write(tmp_path / "a", json_lines(TEXTS))
+    ended = run(capsys, path, tmp_path / "out", "--executor", "ray")
+    assert (ended.code, "--executor ray: needs the package ray" in ended.err) == (2, True)
