@@ -40,6 +40,9 @@ SHARED = "shared"
 _SPARE_BYTES = 64 * 2**20
 
 
+# Network file systems may show another machine's files late.
+_VISIBLE_SECONDS = 10
+
 ToHost = Callable[[list[StateTensor]], list[StateTensor]]
 """Brings tensors to host memory, see staging.py."""
 
@@ -203,6 +206,7 @@ class Save:
         content = Manifest(
             about, {name: file for files, _ in words for name, file in files.items()}
         )
+        self._give_up_if([self._invisible(content)])
         try:
             manifest.write(self._partial, content)
             self._observe("manifest")
@@ -215,6 +219,20 @@ class Save:
         except OSError as error:
             self._give_up_if([str(error)])
         return Written(path, self._step, content.total_bytes)
+
+    def _invisible(self, content: Manifest) -> str | None:
+        """What is wrong if the processes do not all write to the same storage."""
+        deadline = time.monotonic() + _VISIBLE_SECONDS
+        for name, file in content.files.items():
+            path = self._partial / name
+            while not (path.exists() and path.stat().st_size == file.bytes):
+                if time.monotonic() > deadline:
+                    return (
+                        f"{name} was written, but the first process does not see it below "
+                        f"{self._root}; put run.dir on storage that all processes share"
+                    )
+                time.sleep(0.1)
+        return None
 
     def _record(self, name: str) -> FileRecord:
         return manifest.record(self._partial / name)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint import Checkpoints
+from megatron_ext.checkpoint import Checkpoints, saving
 from megatron_ext.errors import ConfigError, DataError, PeerError, TrainingError
 from megatron_ext.replicas import ParallelConfig, join
 from tests.megatron_ext.checkpoint.toy import ToyState
@@ -135,6 +135,23 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_the_run_alive(tmp_path, 
         assert "File too large" in message
         assert left == ["latest", "step-00000005"]
     assert run(_resume, 4, tmp_path, TWO_REPLICAS) == [(15, [])] * 4
+
+
+def _save_on_two_machines(rank: int, folder: Path):
+    """Each replica on a disk of its own."""
+    with join(TWO_REPLICAS, timeout_seconds=30) as replicas:
+        checkpoints = Checkpoints(folder / f"machine-{replicas.index}", replicas)
+        with pytest.raises(TrainingError) as raised:
+            checkpoints.save(ToyState(replicas, 1, 5), 5)
+        return str(raised.value)
+
+
+def test_storage_that_is_not_shared_is_seen_before_anything_counts_as_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "_VISIBLE_SECONDS", 1)
+    for message in run(_save_on_two_machines, 4, tmp_path):
+        assert "replica-1/" in message
+        assert "put run.dir on storage that all processes share" in message
+    assert not list(tmp_path.glob("*/step-????????"))
 
 
 def _save_while_overwriting(rank: int, folder: Path):
