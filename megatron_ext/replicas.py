@@ -235,11 +235,19 @@ def join(
     replicas. Collectives and barriers give up after `timeout_seconds`. `backend` is torch's, by
     default "gloo" without a GPU and "cpu:gloo,cuda:nccl" with one.
 
+    Jobs that were started separately, each with one or more whole replicas, meet where
+    REPLICAS_STORE says, as host:port; FIRST_REPLICA is the first replica of this job. The first
+    process of replica 0 hosts the store there. What goes on inside a replica stays with its job.
+
     Raises ConfigError if the number of processes is not the product of the layout's factors, and
     PeerError naming the processes that do not come.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    _check_world_size(parallel, world_size)
+    meeting_point = os.environ.get("REPLICAS_STORE")
+    if meeting_point:
+        rank += _first_replica(parallel, world_size) * parallel.inner_world_size
+    else:
+        _check_world_size(parallel, world_size)
     cuda = torch.cuda.is_available()
     backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
     # With more, compute may start before the communication that megatron-core overlaps it with.
@@ -247,7 +255,9 @@ def join(
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     timeout = timedelta(seconds=timeout_seconds)
-    replicas = Replicas(parallel, rank, _rendezvous(timeout), timeout_seconds)
+    job_store = _rendezvous(timeout)
+    store = _shared_store(meeting_point, rank, timeout) if meeting_point else job_store
+    replicas = Replicas(parallel, rank, store, timeout_seconds)
     replicas.barrier("start")
 
     os.environ["RANK"] = str(replicas.rank)
@@ -255,7 +265,7 @@ def join(
     with replicas.guard("start"):
         dist.init_process_group(
             backend,
-            store=PrefixStore(f"replica/{replicas.index}", replicas.store),
+            store=PrefixStore(f"replica/{replicas.index}", job_store),
             rank=replicas.rank,
             world_size=replicas.world_size,
             timeout=timeout,
@@ -298,8 +308,42 @@ def _check_world_size(parallel: ParallelConfig, world_size: int) -> None:
     )
 
 
+def _first_replica(parallel: ParallelConfig, world_size: int) -> int:
+    """The first replica of this job, of which the launcher started `world_size` processes."""
+    text = os.environ.get("FIRST_REPLICA", "")
+    here, rest = divmod(world_size, parallel.inner_world_size)
+    if rest or not here:
+        raise ConfigError(
+            f"{world_size} processes were started in this job, and a replica of parallel.tp × pp × "
+            f"cp × dp has {parallel.inner_world_size}; start whole replicas"
+        )
+    if not text.isdecimal() or int(text) + here > parallel.replicas:
+        raise ConfigError(
+            f"FIRST_REPLICA={text} with {here} replicas in this job: must be a number of at most "
+            f"{parallel.replicas - here}, because parallel.replicas={parallel.replicas}"
+        )
+    return int(text)
+
+
+def _shared_store(address: str, launcher_rank: int, timeout: timedelta) -> Store:
+    """The store where jobs that were started separately meet."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"REPLICAS_STORE={address}: must be host:port")
+    hosts = launcher_rank == 0
+    try:
+        store = TCPStore(host, int(port), None, hosts, timeout, wait_for_workers=False)
+    except dist.DistError as error:
+        if hosts:
+            reason = f"replica 0 cannot listen there: {_first_line(error)}"
+        else:
+            reason = "no answer; is replica 0 running, and is the port reachable?"
+        raise PeerError(f"start: REPLICAS_STORE={address}: {reason}") from error
+    return PrefixStore("muloco", store)
+
+
 def _rendezvous(timeout: timedelta) -> Store:
-    """The store that all processes of all replicas share."""
+    """The store that all processes of this job share."""
     if "RANK" not in os.environ:
         return TCPStore("127.0.0.1", 0, world_size=1, is_master=True, timeout=timeout)
     try:
