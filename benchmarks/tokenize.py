@@ -6,7 +6,7 @@ All run on the same text and vocabulary, one after the other, with one and with 
 
 - bare: each process parses the JSON lines of its own files and calls the tokenizer library; nothing
   is written. So many loops side by side are the limit that any pipeline has.
-- ours: `python -m data_prep tokenize`.
+- ours: `python -m data_prep tokenize`; fast: with `--backend gigatoken`, where it is installed.
 - datatrove: JsonlReader and MegatronDocumentTokenizer, if an interpreter that has it is named; the
   SentencePiece vocabulary is given to it as the equal `tokenizer.json`.
 
@@ -135,6 +135,11 @@ def runs(args: argparse.Namespace, folder: Path, hf_path: Path) -> dict[str, lis
                 "--workers", workers,
             ]
         ]  # fmt: skip
+        if importlib.util.find_spec("gigatoken"):
+            ours = found[f"ours-{workers}"][0]
+            fast = [*ours, "--backend", "gigatoken"]
+            fast[fast.index("--output") + 1] = folder / f"fast-{workers}"
+            found[f"fast-{workers}"] = [fast]
         if args.datatrove_python:
             script = folder / "datatrove_run.py"
             script.write_text(DATATROVE)
@@ -196,6 +201,8 @@ def compare(seconds: dict[str, float]) -> None:
     ratio("ours against the bare loop, 1 process", "bare-1", "ours-1", ">= 0.9")
     ratio("ours against bare loops, 2 processes", "bare-2", "ours-2", ">= 0.9")
     ratio("two processes against one", "ours-1", "ours-2", ">= 1.8")
+    ratio("fast back end against datatrove, 1 process", "datatrove-1", "fast-1", ">= 3")
+    ratio("fast back end against datatrove, 2 processes", "datatrove-2", "fast-2", ">= 3")
     ratio("ours against datatrove, 1 process", "datatrove-1", "ours-1", ">= 1.4")
     ratio("ours against datatrove, 2 processes", "datatrove-2", "ours-2", ">= 1.4")
 

@@ -66,6 +66,7 @@ def tokenize(args: argparse.Namespace) -> None:
         skip=args.skip,
         workers=args.workers,
         executor=args.executor,
+        backend=args.backend,
         shard=args.shard,
     )
     if args.dry_run:
@@ -120,7 +121,7 @@ def download(args: argparse.Namespace) -> None:
 
 
 def _dry_run(args: argparse.Namespace, request: run.Request) -> None:
-    encoder = load_encoder(request.tokenizer, request.bos, request.eod)
+    encoder = load_encoder(request.tokenizer, request.bos, request.eod, request.backend)
     found = estimate.dry_run(run.make_plan(request, encoder), encoder, request.workers)
     lines = [
         f"{found['inputs']:,} files of {found['input_bytes'] / 1e9:.3g} GB hold about "

@@ -111,6 +111,7 @@ class Plan:
     root: str  # the folder that the inputs' names are relative to
     shard: tuple[int, int] = (0, 1)  # index and count
     skip_path: str = ""
+    backend: str = "reference"  # gives the same ids as any other, so it is no part of the identity
 
     def identity(self) -> dict:
         """JSON-like; excludes where things lie, when they were touched, and how work is spread."""

@@ -33,6 +33,7 @@ class Request:
     skip: Path | None = None
     workers: int = 1
     executor: str = "local"
+    backend: str = "reference"
     shard: tuple[int, int] = (0, 1)
 
 
@@ -44,7 +45,7 @@ def tokenize(request: Request, reporter: Reporter) -> dict:
     """
     if request.options.max_tokens and request.shard[1] > 1:
         raise UsageError("--max-tokens counts over a whole run; leave out --shard")
-    encoder = load_encoder(request.tokenizer, request.bos, request.eod)
+    encoder = load_encoder(request.tokenizer, request.bos, request.eod, request.backend)
     plan = make_plan(request, encoder)
     if finished := finished_manifest(request.out, plan):
         return finished
@@ -83,6 +84,7 @@ def make_plan(request: Request, encoder: Encoder) -> Plan:
         tokenizer_path=str(encoder.path.absolute()),
         root=str(root),
         shard=request.shard,
+        backend=request.backend,
         skip_path=str(request.skip.absolute()) if request.skip else "",
     )
 

@@ -48,7 +48,8 @@ class Worker:
     def encoder(self) -> Encoder:
         settings = self.plan.tokenizer
         bos = None if settings["bos"] is None else str(settings["bos"])
-        return load_encoder(Path(self.plan.tokenizer_path), bos, str(settings["eod"]))
+        path = Path(self.plan.tokenizer_path)
+        return load_encoder(path, bos, str(settings["eod"]), self.plan.backend)
 
     def scan(self, index: int, report: Report) -> None:
         source = self.plan.inputs[index]

@@ -11,14 +11,23 @@ from data_prep.tokenizers.encoder import Encoder
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
 
-def load_encoder(path: Path, bos: str | None = None, eod: str | None = None) -> Encoder:
+def load_encoder(
+    path: Path, bos: str | None = None, eod: str | None = None, backend: str = "reference"
+) -> Encoder:
     """The encoder of the tokenizer at `path`; see Encoder for `bos` and `eod`.
+
+    `backend`: `reference`, the vocabulary's own library, or `gigatoken`, faster and checked.
 
     Raises:
         UsageError: `path` is no tokenizer that is known here, or lacks the wanted BOS or EOD.
     """
     path = tokenizer_file(path)
-    return Encoder(_open(path), path, bos, eod)
+    tokenizer = _open(path)
+    if backend == "gigatoken":
+        from data_prep.tokenizers.fast import CheckedFastTokenizer
+
+        tokenizer = CheckedFastTokenizer(path, tokenizer)
+    return Encoder(tokenizer, path, bos, eod)
 
 
 def tokenizer_file(path: Path) -> Path:

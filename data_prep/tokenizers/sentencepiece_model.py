@@ -27,6 +27,8 @@ class SentencePieceTokenizer:
         self.vocab_size = self._model.vocab_size()
         self.default_bos = self._or_none(self._model.bos_id())
         self.default_eod = self._or_none(self._model.eos_id())
+        control = sentencepiece_model_pb2.ModelProto.SentencePiece.CONTROL
+        self.control_pieces = tuple(p.piece for p in proto.pieces if p.type == control)
         self.space_at_cut = "drop" if _cuts_exactly(proto) else None
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:

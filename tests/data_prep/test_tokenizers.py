@@ -1,4 +1,6 @@
+import importlib.util
 import json
+from pydoc_data import topics
 
 import numpy as np
 import pytest
@@ -176,6 +178,33 @@ def test_a_vocabulary_whose_pieces_span_words_is_not_cut(tmp_path):
 def test_a_long_run_of_spaces_has_the_ids_of_one_call(encoders, text):
     tokenizer = encoders["tekken"].tokenizer
     assert tokenizer._encode_one(text, 2).tolist() == tokenizer._encode_plain(text).tolist()
+
+
+def test_the_fast_back_end_gives_the_ids_of_the_reference(encoders):
+    pytest.importorskip("gigatoken", reason="gigatoken is optional: pip install gigatoken")
+    fast = load_encoder(SENTENCEPIECE, backend="gigatoken")
+    texts = [SPECIALS, *topics.topics.values()]
+    expected = [ids.tolist() for ids in encoders[SENTENCEPIECE.name].encode(texts)]
+    assert [ids.tolist() for ids in fast.encode(texts)] == expected
+
+
+def test_a_fast_back_end_that_is_missing_or_unfit_is_refused_by_name():
+    with pytest.raises(UsageError, match="--backend gigatoken: runs SentencePiece models only"):
+        load_encoder(TEKKEN, backend="gigatoken")
+    if importlib.util.find_spec("gigatoken") is None:
+        with pytest.raises(UsageError, match="--backend gigatoken: needs the package gigatoken"):
+            load_encoder(SENTENCEPIECE, backend="gigatoken")
+
+
+def test_a_fast_back_end_that_differs_on_a_sample_ends_the_run(tmp_path):
+    pytest.importorskip("gigatoken", reason="gigatoken is optional: pip install gigatoken")
+    from data_prep.tokenizers.fast import CheckedFastTokenizer
+    from data_prep.tokenizers.sentencepiece_model import SentencePieceTokenizer
+    from tests.data_prep.tiny_models import faithful_model
+
+    other = SentencePieceTokenizer(faithful_model(tmp_path / "other.model"))
+    with pytest.raises(UsageError, match="gives other ids than the reference"):
+        CheckedFastTokenizer(SENTENCEPIECE, other)
 
 
 @pytest.mark.parametrize("unit", [" ", "a", "\n", "lorem ipsum dolor\n"])
