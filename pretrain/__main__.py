@@ -13,6 +13,10 @@ def main(arguments: list[str]) -> int:
         from pretrain import checkpoint
 
         return checkpoint.main(arguments[1:])
+    if arguments[:1] == ["verify-resume"]:
+        from pretrain import verify_resume
+
+        return verify_resume.main(arguments[1:])
     options = _parse(arguments)
     return exit.run(lambda: _train_or_show(options), options.debug)
 
