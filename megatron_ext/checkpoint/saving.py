@@ -91,12 +91,13 @@ class Save:
         self._failure = Failure()
         self._writings: dict[str, Writing] = {}
         self._bytes = 0
-        self._counters: dict[str, Any] = {}
+        self._counters = b""
         self._files: dict[str, FileRecord] = {}  # of the whole replica, on its first rank
 
     def stage(self, state: TrainingState, to_host: ToHost) -> None:
         """Plan what this rank writes. Collective in the replica; a failure is raised later."""
-        self._counters = state.counters()
+        # As text already, because training goes on to change what it counts.
+        self._counters = json.dumps(state.counters(), indent=1, allow_nan=False).encode()
         parts = self._parts(state)
         self._bytes = sum(tensor.nbytes for part in parts.values() for _, _, tensor in part)
         if not self._make_folders(parts):
@@ -189,8 +190,7 @@ class Save:
                     self._files[f"{folder}/{name}"] = self._record(f"{folder}/{name}")
                 self._observe("index")
             counters = f"{replica_folder(self._replicas.index)}/{COUNTERS}"
-            content = json.dumps(self._counters, indent=1, allow_nan=False)
-            manifest.write_durably(self._partial / counters, content.encode())
+            manifest.write_durably(self._partial / counters, self._counters)
             self._files[counters] = self._record(counters)
             self._observe("counters")
 

@@ -61,12 +61,13 @@ class ToyState:
         self.values = [torch.full(block.size, torch.nan) for _, block in self.blocks]
         self.random = torch.zeros(16, dtype=torch.uint8)
         self.restored_rng: Tensor | None = None
+        self._schedule: dict[str, Any] = {}  # one object that every step changes
         if step is not None:
             self.become(step)
 
     def become(self, step: int) -> None:
         """Take the values of a step, in place."""
-        self.step = step
+        self.step = self._schedule["step"] = step
         self.random.fill_(10 * self.replicas.launcher_rank + step)
         for (kind, block), tensor in zip(self.blocks, self.values, strict=True):
             tensor.copy_(whole(kind, block.name, self.replicas.index, step)[block.slices])
@@ -84,11 +85,13 @@ class ToyState:
         return [(k, b, t) for (k, b), t in zip(self.blocks, self.values, strict=True)]
 
     def counters(self) -> dict[str, Any]:
-        return {"step": self.step, "tokens": 1000 * (self.step or 0), "schedule": {"lr": 0.1}}
+        self._schedule["step"] = self.step
+        return {"step": self.step, "tokens": 1000 * (self.step or 0), "schedule": self._schedule}
 
     def rng(self) -> Tensor:
         return self.random
 
     def restore(self, counters: dict[str, Any], rng: Tensor | None) -> None:
+        assert counters["schedule"]["step"] == counters["step"]
         self.step = counters["step"]
         self.restored_rng = rng
