@@ -1,6 +1,7 @@
 """`python -m launch`: start a run, or say what it will need."""
 
 import argparse
+import importlib
 import os
 import sys
 
@@ -9,6 +10,8 @@ from pretrain import exit
 COMMANDS = {
     "local": "run all processes of a run on this machine",
     "plan": "memory, time and bandwidth of a run, by arithmetic",
+    "slurm": "write batch scripts for a cluster",
+    "doctor": "what this machine has, what is missing, and how fast it is",
 }
 USAGE = "usage: python -m launch COMMAND …, each with --help:\n" + "\n".join(
     f"  {name:<8}{meaning}" for name, meaning in COMMANDS.items()
@@ -32,9 +35,8 @@ def main(arguments: list[str]) -> int:
         case ["local"]:
             options = _parser().parse(arguments[1:])
             return exit.run(lambda: _local(options), options.debug)
-        case ["plan"]:
-            from launch.plan import command
-
+        case [("plan" | "slurm" | "doctor") as name]:
+            command = importlib.import_module(f"launch.{name}.command")
             options = command.parser().parse(arguments[1:])
             return exit.run(lambda: command.run(options), options.debug)
         case ["-h" | "--help"]:

@@ -1,0 +1,1 @@
+"""Batch scripts for Slurm: one job for all replicas, or one for each."""
