@@ -33,8 +33,9 @@ def main(arguments: list[str]) -> int:
     exit.quieten_imports()
     match arguments[:1]:
         case ["local"]:
-            options = _parser().parse(arguments[1:])
-            return exit.run(lambda: _local(options), options.debug)
+            verifies = arguments[1:2] == ["verify-optimizer"]
+            options = _parser().parse(arguments[2:] if verifies else arguments[1:])
+            return exit.run(lambda: _local(options, verifies), options.debug)
         case [("plan" | "slurm" | "doctor") as name]:
             command = importlib.import_module(f"launch.{name}.command")
             options = command.parser().parse(arguments[1:])
@@ -50,7 +51,9 @@ def _parser() -> exit.Parser:
     parser = exit.Parser(
         prog="python -m launch local",
         description="Run all processes of a run on this machine; "
-        "`python -m pretrain --help` lists recipes and options.",
+        "`python -m pretrain --help` lists recipes and options. "
+        "`python -m launch local verify-optimizer RECIPE …` takes one step on random gradients "
+        "and compares it with a float64 reference.",
     )
     for name, meaning in FACTORS.items():
         parser.add_argument(
@@ -59,7 +62,7 @@ def _parser() -> exit.Parser:
     return parser
 
 
-def _local(options: argparse.Namespace) -> None:
+def _local(options: argparse.Namespace, verifies: bool) -> None:
     from launch import local
     from megatron_ext.errors import ConfigError
 
@@ -71,7 +74,8 @@ def _local(options: argparse.Namespace) -> None:
         if any(text.startswith(key) for text in overrides):
             raise ConfigError(f"--{name} and {key}… are the same option; give one of them")
         overrides.append(f"{key}{value}")
-    local.launch(options.recipe, overrides, options.debug)
+    command = ["verify-optimizer"] if verifies else []
+    local.launch(options.recipe, overrides, options.debug, command)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -53,20 +53,26 @@ class _Interrupted(Exception):
         self.number = number
 
 
-def launch(recipe: str, overrides: list[str], debug: bool = False) -> None:
+def launch(
+    recipe: str, overrides: list[str], debug: bool = False, command: Sequence[str] = ()
+) -> None:
     """Run `recipe` on this machine; returns when all ranks ended well.
+
+    `command` is what stands before the recipe: nothing to train, or "verify-optimizer".
 
     Raises StackError with the exit code of the rank that failed first, and its one-line reason.
     """
     resolved = load(recipe, overrides)
     check_machine(resolved.config)
     if torch.cuda.is_available():
-        _replace_by_torchrun(resolved, [recipe, *overrides], debug)
+        _replace_by_torchrun(resolved, [*command, recipe, *overrides], debug)
 
     # Imported once, for all ranks.
     from pretrain.loop import train
+    from pretrain.verify_optimizer import verify_optimizer
 
-    supervise(partial(train, resolved), resolved.config.parallel, debug)
+    task = verify_optimizer if command else train
+    supervise(partial(task, resolved), resolved.config.parallel, debug)
 
 
 def _replace_by_torchrun(resolved: Resolved, arguments: list[str], debug: bool) -> None:

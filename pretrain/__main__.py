@@ -17,6 +17,9 @@ def main(arguments: list[str]) -> int:
         from pretrain import verify_resume
 
         return verify_resume.main(arguments[1:])
+    if arguments[:1] == ["verify-optimizer"]:
+        options = _parse(arguments[1:])
+        return exit.run(lambda: _verify_optimizer(options), options.debug)
     options = _parse(arguments)
     return exit.run(lambda: _train_or_show(options), options.debug)
 
@@ -50,6 +53,16 @@ def _train_or_show(options: argparse.Namespace) -> None:
     from pretrain.loop import train
 
     train(resolved)
+
+
+def _verify_optimizer(options: argparse.Namespace) -> None:
+    from pretrain.config import check_machine, load
+
+    resolved = load(options.recipe, options.overrides)
+    check_machine(resolved.config)
+    from pretrain.verify_optimizer import verify_optimizer
+
+    verify_optimizer(resolved)
 
 
 if __name__ == "__main__":

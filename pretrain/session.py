@@ -18,6 +18,7 @@ from megatron_ext.muon import routing, table
 from megatron_ext.muon.optimizer import InnerOptimizer
 from megatron_ext.muon.routing import route_all
 from megatron_ext.muon.stage import Stage
+from megatron_ext.muon.verify import judge, verify
 from megatron_ext.replicas import Replicas, initialize_megatron, join
 from pretrain.config import Resolved, write
 from pretrain.display import Display
@@ -39,7 +40,10 @@ class Session:
         initialize_megatron(config.parallel, config.train.seed)
         self.samples = Samples(config, replicas)
         routes = route_all(config.model, config.optimizer)
-        self.inner = _build_inner(config, routes)
+        self.inner = build_inner(config, routes)
+        verdict = None
+        if config.optimizer.self_check:
+            verdict = judge(verify(self.inner), config.optimizer)
         self.engine = Engine(self.inner.stage)
         self.outer = None
         if config.outer.interval:
@@ -68,6 +72,8 @@ class Session:
             self._display = Display(config.train.steps, self.state.step)
             self._announce(resumed_from, wire_bytes)
             self._display.say(table.as_text(rows))
+            if verdict:
+                self._display.say(f"self-check of the optimizer: {verdict}")
 
     @property
     def tokens(self) -> int:
@@ -174,7 +180,7 @@ def open_session(resolved: Resolved) -> Iterator[Session]:
             session.close(error)
 
 
-def _build_inner(config: RunConfig, routes: dict) -> InnerOptimizer:
+def build_inner(config: RunConfig, routes: dict) -> InnerOptimizer:
     """The model of this rank, under DDP, and its optimizer."""
     model, train = config.model, config.train
     chunks = build(

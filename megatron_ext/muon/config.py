@@ -90,6 +90,9 @@ class OptimizerConfig(Section):
     adam_epsilon: PositiveFloat = 1e-8
     """AdamW's epsilon."""
 
+    self_check: bool = False
+    """Before training, compare a step on random gradients with the float64 reference."""
+
     @model_validator(mode="after")
     def _check(self) -> "OptimizerConfig":
         if self.schedule == "wsd" and self.decay_steps is None:

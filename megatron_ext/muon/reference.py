@@ -34,6 +34,7 @@ class Reference:
         self.routes = routes
         self.config = config
         self.steps = 0
+        self.updates: dict[str, torch.Tensor] = {}  # of the last step, before lr and scale
         zeros = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
         self.first = {name: zero.clone() for name, zero in zeros.items()}
         self.second = {name: zero.clone() for name, zero in zeros.items()}
@@ -54,7 +55,7 @@ class Reference:
         for name, gradient in gradients.items():
             route, weight = self.routes[name], self.weights[name]
             compute = self._muon if route.optimizer == "muon" else self._adamw
-            update = compute(name, gradient)
+            update = self.updates[name] = compute(name, gradient)
             kept = torch.ones_like(weight)
             decays = update * weight >= 0 if self.config.cautious_decay else kept.bool()
             kept[decays] -= lr * route.lr_factor * route.weight_decay

@@ -77,6 +77,16 @@ class Stage:
         """The weight in the DDP buffer; only this rank's shard of it is gathered from here."""
         return self._parameters[parameter].data
 
+    def zero_gradients(self) -> None:
+        """Begin a step: empty the gradient buffers."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def reduce_gradients(self) -> None:
+        """Add the gradients of the data-parallel ranks up, each shard on its rank."""
+        for chunk in self.chunks:
+            chunk.finish_grad_sync()
+
     def gather_weights(self, at_once: bool) -> None:
         """Spread each shard's weights over the data-parallel ranks.
 
