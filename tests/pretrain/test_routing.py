@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from megatron_ext.errors import ConfigError
 from pretrain.config import load
@@ -49,3 +50,13 @@ def test_rules_are_read_from_the_command_line_and_written_back():
 def test_a_wrong_rule_says_what_rules_have():
     with pytest.raises(ConfigError, match="a list, each a mapping of match, optimizer, lr_factor"):
         load("demo", ['optimizer.rules=[{match: "*", lr: 2}]'])
+
+
+def test_normuons_moment_is_saved_and_resumed_bit_for_bit(blend, tmp_path):
+    options = {"optimizer__normuon": True, "parallel__tp": 2, "train__steps": 4}
+    straight = train(blend, tmp_path / "straight", **options)
+    train(blend, tmp_path / "stopped", train__stop_at=2, **options)
+    stopped = train(blend, tmp_path / "stopped", **options)
+    for one, other in zip(straight, stopped, strict=True):
+        for (block, mine), (_, theirs) in zip(one["masters"], other["masters"], strict=True):
+            assert torch.equal(mine, theirs), block.name

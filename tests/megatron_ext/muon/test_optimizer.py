@@ -209,3 +209,22 @@ def test_a_nan_gradient_is_named_and_the_step_not_taken():
     for message, unchanged in run(spoil, 2):
         assert "step 1: the gradient of layers.2.mlp.up is not finite" in message
         assert unchanged
+
+
+def count_collectives(rank, layers):
+    """Calls of torch's collectives in one step, but those of DDP, which come one a bucket."""
+    parallel = ParallelConfig(tp=2)
+    with join(parallel, 30):
+        model = MODEL.model_copy(update={"layers": layers})
+        optimizer = make(rank, parallel, OptimizerConfig(lr=LR), model)
+        put_gradients(optimizer, 0)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            optimizer.step(LR)
+        names = [event.name for event in profile.events() if event.name.startswith("c10d::")]
+        return [name for name in names if "allgather" not in name]
+
+
+def test_the_number_of_collectives_does_not_grow_with_the_layers():
+    few, many = (run(count_collectives, 2, layers)[0] for layers in (2, 8))
+    assert len(few) == len(many) <= 12
+    assert {"c10d::alltoall_base_", "c10d::allreduce_"} == set(many)
