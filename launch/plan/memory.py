@@ -39,6 +39,7 @@ class RankMemory:
     optimizer: int  # momentum and moments
     anchor: int
     outer_momentum: int
+    error_feedback: int
     activations: int  # most that lives at once in forward and backward
     transit: int  # most that lives at once in an inner or outer step
     runtime: int
@@ -46,7 +47,7 @@ class RankMemory:
     @property
     def state(self) -> int:
         """What lives as long as the run."""
-        return sum(getattr(self, field.name) for field in fields(self)[:6])
+        return sum(getattr(self, field.name) for field in fields(self)[:7])
 
     @property
     def peak(self) -> int:
@@ -144,7 +145,7 @@ def _rank(
     held = sum(layout.buckets[-1][1] for layout in plan.layouts if layout.buckets)
     matrices, rest = owned_numels(plan, tp_rank, dp_rank)
     owned = matrices + rest
-    outer = _FP32 * owned if config.outer.interval else 0
+    outer, error_feedback = _outer_bytes(config, owned, on_gpu)
     return RankMemory(
         weights=weight_bytes * held,
         gradients=_FP32 * held,
@@ -152,10 +153,20 @@ def _rank(
         optimizer=_FP32 * (matrices + 2 * rest),
         anchor=outer,
         outer_momentum=outer,
+        error_feedback=error_feedback,
         activations=activation_bytes(config, stage, on_gpu),
         transit=_transit_bytes(config, plan, tp_rank, dp_rank),
         runtime=_GPU_RUNTIME_BYTES if on_gpu else 0,
     )
+
+
+def _outer_bytes(config: RunConfig, owned: int, on_gpu: bool) -> tuple[int, int]:
+    """Of the anchor, which is also the size of the outer momentum, and of error feedback."""
+    options = config.outer.model_dump()
+    elsewhere = on_gpu and options.get("host_memory", False)
+    if not config.outer.interval or elsewhere:
+        return 0, 0
+    return _FP32 * owned, _FP32 * owned * options.get("error_feedback", False)
 
 
 def owned_numels(plan: StagePlan, tp_rank: int, dp_rank: int) -> tuple[int, int]:

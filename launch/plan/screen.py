@@ -121,7 +121,7 @@ def _show_link(console: Console, prediction: dict[str, Any]) -> None:
 def _synchronisation(exchange: dict[str, Any]) -> str:
     return (
         f"H={exchange['interval']}, P={exchange['fragments']}, τ={exchange['delay']}, "
-        f"{exchange['bits']:g} bits"
+        f"{exchange['bits']:.3g} bits"
     )
 
 
