@@ -1,5 +1,5 @@
 """Distributed Muon: each matrix orthogonalised whole, once, on any layout."""
 
-from megatron_ext.muon.newton_schulz import orthogonalize
+from megatron_ext.lazy import lazy
 
-__all__ = ["orthogonalize"]
+__getattr__ = lazy(__name__, {"orthogonalize": "newton_schulz"})

@@ -75,6 +75,8 @@ class OptimizerConfig(Section):
     """Coefficients of the Newton–Schulz polynomials."""
     arithmetic: Literal["bf16", "fp32"] = "bf16"
     """Precision of the Newton–Schulz iteration."""
+    syrk: bool = False
+    """Use emerging-optimizers' kernel for symmetric products on large matrices (GPU, bf16)."""
     scale: Literal["unit_rms_norm", "spectral", "shape_scaling", "match_adamw"] = "unit_rms_norm"
     """How the size of an orthogonal update depends on the matrix's shape."""
     per_head: bool = False
@@ -108,6 +110,11 @@ class OptimizerConfig(Section):
             raise ConfigError("optimizer.normuon=true needs optimizer.name=muon")
         if self.per_head and self.name != "muon":
             raise ConfigError("optimizer.per_head=true needs optimizer.name=muon")
+        if self.syrk and self.arithmetic != "bf16":
+            raise ConfigError(
+                f"optimizer.syrk=true is a bf16 kernel; optimizer.arithmetic={self.arithmetic} "
+                "cannot use it"
+            )
         if self.coefficients == "cans" and self.arithmetic == "bf16":
             raise ConfigError(
                 "optimizer.coefficients=cans with optimizer.arithmetic=bf16 can diverge: rounding "

@@ -6,13 +6,22 @@ Source: Muon (Jordan et al., 2024); the coefficient sets are emerging-optimizers
 import math
 
 import torch
+from emerging_optimizers import triton_kernels
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+from megatron_ext.errors import ConfigError
 
 # Sets designed as a sequence end in a fixed point and keep their last triple; the others cycle.
 _HOLD_LAST = {"polar_express", "cans"}
 
 # Above this size a single matrix fills the processor, and a batch only costs memory.
 _LARGEST_BATCHED_NUMEL = {"cpu": 256 * 256, "cuda": 2048 * 2048}
+
+# Rows that the symmetric kernel loads must be multiples of 16 bytes.
+_SYRK_MULTIPLE = 8
+
+# GPUs for which emerging-optimizers vouches for that kernel.
+_SYRK_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
 
 # Bounds the memory of a batch, about 16 bytes for each element.
 _BATCH_NUMEL = 2**26
@@ -47,19 +56,40 @@ def orthogonalize(
 
 
 def newton_schulz(
-    matrix: torch.Tensor, steps: int, coefficients: str, dtype: torch.dtype
+    matrix: torch.Tensor, steps: int, coefficients: str, dtype: torch.dtype, syrk: bool = False
 ) -> torch.Tensor:
-    """As `orthogonalize`, with the result left in `dtype`, contiguous."""
+    """As `orthogonalize`, with the result left in `dtype`, contiguous.
+
+    `syrk`: compute only half of each symmetric product of a single BF16 matrix, by
+    emerging-optimizers' kernel; `refuse_syrk` tells where that cannot be.
+    """
     x = normalize(matrix).to(dtype)
     tall = matrix.size(-2) > matrix.size(-1)
     if tall:
         x = x.mT
     # The products are slower on a transposed view than the one copy.
     x = x.contiguous()
-    step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
+    if x.ndim == 3:
+        step = muon_utils.batched_newton_schulz_step
+    elif syrk and all(size % _SYRK_MULTIPLE == 0 for size in x.shape):
+        step = muon_utils.newton_schulz_step_tsyrk
+    else:
+        step = muon_utils.newton_schulz_step
     for a, b, c in coefficients_of(coefficients, steps):
         x = step(x, a, b, c)
     return x.mT.contiguous() if tall else x
+
+
+def refuse_syrk(device: torch.device) -> None:
+    """Raise ConfigError where the symmetric kernel cannot run."""
+    if device.type != "cuda":
+        raise ConfigError("optimizer.syrk=true needs a GPU; use optimizer.syrk=false")
+    capability = torch.cuda.get_device_capability(device)
+    if not triton_kernels.HAS_TRITON_340 or capability not in _SYRK_CAPABILITIES:
+        raise ConfigError(
+            "optimizer.syrk=true needs Triton 3.4 and a GPU of compute capability 8.0, 9.0, 10.0 "
+            f"or 10.3; this one has {capability[0]}.{capability[1]}; use optimizer.syrk=false"
+        )
 
 
 def normalize(matrix: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from megatron_ext.errors import TrainingError
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.muon.elementwise import Elementwise
 from megatron_ext.muon.matrices import MatrixBatch, cut_into_batches
+from megatron_ext.muon.newton_schulz import refuse_syrk
 from megatron_ext.muon.plan import whole_block
 from megatron_ext.muon.stage import Stage
 from megatron_ext.muon.views import total_numel, views
@@ -37,6 +38,8 @@ class InnerOptimizer:
         self, stage: Stage, config: OptimizerConfig, initial: Callable[[Block], torch.Tensor]
     ):
         """Start from the masters that `initial` gives for each block, and set the weights."""
+        if config.syrk:
+            refuse_syrk(stage.device)
         self.stage = stage
         self.config = config
         self.steps = 0

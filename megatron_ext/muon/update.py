@@ -61,6 +61,7 @@ def _orthogonalize(matrices: torch.Tensor, config: OptimizerConfig) -> torch.Ten
         config.newton_schulz_steps,
         config.coefficients,
         _DTYPES[config.arithmetic],
+        config.syrk,
     )
     return orthogonal[None] if alone else orthogonal
 

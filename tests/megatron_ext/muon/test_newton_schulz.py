@@ -7,7 +7,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.muon import orthogonalize
 from megatron_ext.muon import reference as slow
 from megatron_ext.muon.config import OptimizerConfig
-from megatron_ext.muon.newton_schulz import update_scale
+from megatron_ext.muon.newton_schulz import newton_schulz, refuse_syrk, update_scale
 
 SHAPES = [(64, 64), (96, 64), (64, 176), (7, 200), (200, 3)]
 
@@ -93,3 +93,19 @@ def test_cans_in_bf16_is_refused_because_rounding_makes_it_diverge():
         OptimizerConfig(lr=0.1, coefficients="cans", arithmetic="bf16")
     matrix = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
     assert cosine(orthogonalize(matrix, 8, "cans"), slow.orthogonalize(matrix, 8, "cans")) < 0.5
+
+
+def test_the_symmetric_kernel_is_refused_where_it_cannot_run():
+    with pytest.raises(ConfigError, match=r"optimizer\.syrk=true needs a GPU"):
+        refuse_syrk(torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"optimizer\.syrk=true is a bf16 kernel"):
+        OptimizerConfig(lr=0.1, syrk=True, arithmetic="fp32")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(512, 512), (512, 1408), (1408, 512), (100, 100)], ids=str)
+def test_the_symmetric_kernel_gives_the_update_of_plain_products(shape):
+    matrix = torch.randn(shape, device="cuda")
+    update = newton_schulz(matrix, 5, "quintic", torch.bfloat16, syrk=True)
+    assert cosine(update.cpu(), slow.orthogonalize(matrix.cpu(), 5, "quintic")) >= 0.999
