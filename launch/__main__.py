@@ -11,7 +11,14 @@ COMMANDS = {
     "local": "run all processes of a run on this machine",
     "plan": "memory, time and bandwidth of a run, by arithmetic",
     "slurm": "write batch scripts for a cluster",
+    "status": "how far a run is, and what failed first",
     "doctor": "what this machine has, what is missing, and how fast it is",
+}
+MODULES = {
+    "plan": "launch.plan.command",
+    "slurm": "launch.slurm.command",
+    "doctor": "launch.doctor.command",
+    "status": "launch.status",
 }
 USAGE = "usage: python -m launch COMMAND …, each with --help:\n" + "\n".join(
     f"  {name:<8}{meaning}" for name, meaning in COMMANDS.items()
@@ -36,8 +43,8 @@ def main(arguments: list[str]) -> int:
             verifies = arguments[1:2] == ["verify-optimizer"]
             options = _parser().parse(arguments[2:] if verifies else arguments[1:])
             return exit.run(lambda: _local(options, verifies), options.debug)
-        case [("plan" | "slurm" | "doctor") as name]:
-            command = importlib.import_module(f"launch.{name}.command")
+        case [name] if name in MODULES:
+            command = importlib.import_module(MODULES[name])
             options = command.parser().parse(arguments[1:])
             return exit.run(lambda: command.run(options), options.debug)
         case ["-h" | "--help"]:

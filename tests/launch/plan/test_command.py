@@ -8,6 +8,8 @@ import launch.__main__ as launch
 from launch.plan.link import Exchange, Link
 from launch.plan.search import USABLE_MEMORY, propose
 from pretrain.config import load
+from tests.pretrain.corpus import write_corpus
+from tests.pretrain.runs import lines, train
 
 
 def plan(capfd, *arguments: str) -> list[dict]:
@@ -97,3 +99,13 @@ def test_proposal_prefers_what_costs_no_loss():
     assert (slow.bits, slow.interval, slow.fragments, slow.delay) == (8, 30, 1, 0)
     assert propose(exchange, 20.0, Link(1), "measured", 0.95).interval == 30
     assert propose(exchange, 20.0, Link(1e-4), "measured", 0.95) is None
+
+
+def test_planned_bytes_of_a_round_are_those_that_a_run_counts(tmp_path, capfd):
+    blend = write_corpus(tmp_path)
+    layout = {"parallel__replicas": 2, "parallel__tp": 2, "outer__interval": 2, "train__steps": 2}
+    train(blend, tmp_path / "run", **layout)
+    capfd.readouterr()
+    (found,) = plan(capfd, str(tmp_path / "run/config.yaml"))
+    (counted,) = lines(tmp_path / "run", "rounds")
+    assert counted["bytes_sent"] == pytest.approx(found["link"]["bytes_per_round"])
