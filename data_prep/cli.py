@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import NoReturn
 
 from data_prep import commands
 from data_prep.blending import NAMED
@@ -39,8 +40,15 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {last} (--debug shows where)"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m data_prep",
         description="Turn text (jsonl, gzip, zstd, parquet) into megatron-core's indexed binaries: "
         "nothing lost, nothing twice, restartable.",

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from sentencepiece import SentencePieceProcessor
 
+from data_prep.cli import main
 from data_prep.indexed import IndexedFile
 from data_prep.outputs import read_manifest
 from data_prep.selection import sampling_hash
@@ -315,6 +316,23 @@ def test_a_partition_of_too_many_documents_is_cut_into_numbered_outputs(capsys, 
     assert prefixes == [f"all-{number:05d}" for number in range(len(prefixes))]
     assert all(len(IndexedFile(tmp_path / "out" / prefix)) <= 30 for prefix in prefixes)
     assert documents(tmp_path / "out") == ids_of(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--workers", "0"), "argument --workers: '0' is no whole number from 1 up"),
+        (("--shard", "3/3"), "argument --shard: '3/3' is no shard; write 0/8 to 7/8"),
+        (("--max-tokens", "many"), "argument --max-tokens: 'many' is no count"),
+        (("--wrokers", "2"), "unrecognized arguments: --wrokers 2"),
+    ],
+)
+def test_a_wrong_argument_ends_in_one_line(capsys, tmp_path, options, message):
+    with pytest.raises(SystemExit) as ended:
+        main(["tokenize", "in", "--tokenizer", "t", "--output", "o", *options])
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert printed.startswith("error: ") and message in printed and printed.count("\n") == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed here")

@@ -174,6 +174,12 @@ def test_a_vocabulary_whose_pieces_span_words_is_not_cut(tmp_path):
     assert long_text.pieces("a b " * 100_000, None) == ["a b " * 100_000]
 
 
+def test_a_run_of_a_million_spaces_does_not_stop_tiktoken(encoders):
+    text = "x" + " " * 1_200_000 + "y"
+    ids = encoders["tekken"].encode([text])[0]
+    assert encoders["tekken"].tokenizer.decode(ids[:-1].tolist()) == text
+
+
 @given(text=HOSTILE)
 def test_a_long_run_of_spaces_has_the_ids_of_one_call(encoders, text):
     tokenizer = encoders["tekken"].tokenizer
@@ -208,7 +214,14 @@ def test_a_fast_back_end_that_differs_on_a_sample_ends_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("unit", [" ", "a", "\n", "lorem ipsum dolor\n"])
-@pytest.mark.parametrize("name", ["tekken", SENTENCEPIECE.name, "huggingface"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        SENTENCEPIECE.name,
+        pytest.param("tekken", marks=pytest.mark.slow),
+        pytest.param("huggingface", marks=pytest.mark.slow),
+    ],
+)
 def test_five_megabytes_of_anything_come_back(encoders, name, unit):
     text = "x" + unit * (5_000_000 // len(unit)) + "y"
     if name == "huggingface" and unit == "a":
