@@ -21,8 +21,25 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
+from emerging_optimizers.orthogonalized_optimizers import Muon
+from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+from megatron.core.process_groups_config import ProcessGroupCollection
 from rich.console import Console
 from rich.table import Table
+
+from megatron_ext import host
+from megatron_ext.model.config import ModelConfig
+from megatron_ext.model.gpt import build
+from megatron_ext.model.logical import describe, kind_of, logical_shapes
+from megatron_ext.muon.config import OptimizerConfig
+from megatron_ext.muon.newton_schulz import newton_schulz_flops
+from megatron_ext.muon.optimizer import InnerOptimizer
+from megatron_ext.muon.plan import StagePlan
+from megatron_ext.muon.routing import route_all
+from megatron_ext.muon.stage import Stage
+from megatron_ext.replicas import ParallelConfig, initialize_megatron, join
+from pretrain.config import load
+from pretrain.flops import flops_per_token
 
 MATRICES = {"layers": 4, "hidden": 1024, "heads": 8, "ffn": 2816}
 TOKENS = 2**19
@@ -80,9 +97,6 @@ def _launch(tp: int, options: argparse.Namespace) -> Figures:
 
 
 def _as_rank(options: argparse.Namespace) -> None:
-    from megatron_ext import host
-    from megatron_ext.replicas import ParallelConfig, initialize_megatron, join
-
     (tp,) = options.tp
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // tp))
     host.prepare()
@@ -94,10 +108,7 @@ def _as_rank(options: argparse.Namespace) -> None:
             print(json.dumps(asdict(figures)))
 
 
-def _measure(parallel, options: argparse.Namespace) -> Figures:
-    from megatron_ext.muon.newton_schulz import newton_schulz_flops
-    from pretrain.flops import flops_per_token
-
+def _measure(parallel: ParallelConfig, options: argparse.Namespace) -> Figures:
     model = _model(options.recipe)
     ours = _our_step(model, parallel, "muon", options.arithmetic)
     adamw = _our_step(model, parallel, "adamw", options.arithmetic)
@@ -122,10 +133,7 @@ def _measure(parallel, options: argparse.Namespace) -> Figures:
     )
 
 
-def _model(recipe: str | None):
-    from megatron_ext.model import ModelConfig
-    from pretrain.config import load
-
+def _model(recipe: str | None) -> ModelConfig:
     if recipe:
         return load(recipe).config.model
     # A small vocabulary: the comparison is of the matrices.
@@ -135,16 +143,10 @@ def _model(recipe: str | None):
 @dataclass(frozen=True)
 class _Ours:
     step: Callable[[], object]
-    plan: object
+    plan: StagePlan
 
 
-def _our_step(model, parallel, name: str, arithmetic: str) -> _Ours:
-    from megatron_ext.model import build, describe
-    from megatron_ext.muon.config import OptimizerConfig
-    from megatron_ext.muon.optimizer import InnerOptimizer
-    from megatron_ext.muon.routing import route_all
-    from megatron_ext.muon.stage import Stage
-
+def _our_step(model: ModelConfig, parallel: ParallelConfig, name: str, arithmetic: str) -> _Ours:
     config = OptimizerConfig(name=name, lr=LR, arithmetic=arithmetic)
     routes = route_all(model, config)
     chunks = build(model, parallel, precision="fp32", recompute="none", seed=1)
@@ -155,14 +157,10 @@ def _our_step(model, parallel, name: str, arithmetic: str) -> _Ours:
     return _Ours(lambda: optimizer.step(LR), stage.plan)
 
 
-def _their_step(model, parallel, arithmetic: str) -> Callable[[], object]:
+def _their_step(
+    model: ModelConfig, parallel: ParallelConfig, arithmetic: str
+) -> Callable[[], object]:
     """One step of upstream's optimizer on this rank's pieces of the same matrices."""
-    from emerging_optimizers.orthogonalized_optimizers import Muon
-    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    from megatron_ext.model.logical import kind_of, logical_shapes
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parameters = []
     for name, (rows, *cols) in logical_shapes(model).items():
@@ -205,7 +203,7 @@ def _wait_for_all() -> None:
     dist.barrier()
 
 
-def _plain_products(model, arithmetic: str) -> tuple[Callable[[], object], int]:
+def _plain_products(model: ModelConfig, arithmetic: str) -> tuple[Callable[[], object], int]:
     """Matrix products of the model's size, and how many FLOPs they are."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[arithmetic]
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -25,7 +25,7 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext import host
-from megatron_ext.model.build import build
+from megatron_ext.model.gpt import build
 from megatron_ext.replicas import initialize_megatron, join
 from pretrain import exit, loop
 from pretrain.config import load

@@ -11,7 +11,7 @@ from megatron_ext import host
 from megatron_ext.blocks import Block
 from megatron_ext.checkpoint import Checkpoints, Outcome
 from megatron_ext.diloco.loop import OuterLoop, Round
-from megatron_ext.model.build import build
+from megatron_ext.model.gpt import build
 from megatron_ext.model.initialize import draw
 from megatron_ext.model.logical import describe
 from megatron_ext.muon import routing, table

@@ -7,9 +7,10 @@ backward pass; on a GPU kernels are fused and keep less than on a processor.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import product
 
-from megatron_ext.model.build import skeleton
 from megatron_ext.model.config import ModelConfig
+from megatron_ext.model.gpt import skeleton
 from megatron_ext.model.logical import (
     LogicalParameter,
     describe_parameter,
@@ -71,10 +72,8 @@ def plan_memory(config: RunConfig, on_gpu: bool) -> list[StageMemory]:
     return [
         max(
             (
-                StageMemory(stage, tp_rank, dp_rank, _rank(config, plan, stage, place), plan)
-                for tp_rank in range(plan.tp)
-                for dp_rank in range(plan.dp)
-                for place in [(tp_rank, dp_rank, on_gpu)]
+                StageMemory(stage, *place, _rank_memory(config, plan, stage, place, on_gpu), plan)
+                for place in product(range(plan.tp), range(plan.dp))
             ),
             key=lambda rank: rank.memory.peak,
         )
@@ -137,10 +136,10 @@ def _parameters(
         yield model.layers, describe_parameter("output_layer.weight", model, tp)
 
 
-def _rank(
-    config: RunConfig, plan: StagePlan, stage: int, place: tuple[int, int, bool]
+def _rank_memory(
+    config: RunConfig, plan: StagePlan, stage: int, place: tuple[int, int], on_gpu: bool
 ) -> RankMemory:
-    tp_rank, dp_rank, on_gpu = place
+    tp_rank, dp_rank = place
     weight_bytes = 2 if config.train.precision == "bf16" else 4
     held = sum(layout.buckets[-1][1] for layout in plan.layouts if layout.buckets)
     matrices, rest = owned_numels(plan, tp_rank, dp_rank)

@@ -1,7 +1,14 @@
 """Atomic, self-verifying checkpoints of a whole run."""
 
-from megatron_ext.checkpoint.checkpoints import Checkpoints, Outcome
-from megatron_ext.checkpoint.saving import Written
-from megatron_ext.checkpoint.state import SHARED_KINDS, TrainingState
+from megatron_ext.lazy import lazy
 
-__all__ = ["SHARED_KINDS", "Checkpoints", "Outcome", "TrainingState", "Written"]
+__getattr__ = lazy(
+    __name__,
+    {
+        "SHARED_KINDS": "state",
+        "Checkpoints": "checkpoints",
+        "Outcome": "checkpoints",
+        "TrainingState": "state",
+        "Written": "saving",
+    },
+)

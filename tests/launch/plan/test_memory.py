@@ -7,7 +7,7 @@ import torch
 
 from launch.plan.memory import activation_bytes, plan_memory, stage_plans
 from megatron_ext import host
-from megatron_ext.model.build import build
+from megatron_ext.model.gpt import build
 from megatron_ext.replicas import initialize_megatron, join
 from pretrain import exit
 from pretrain.config import load

@@ -9,8 +9,8 @@ from megatron.core import parallel_state
 
 from megatron_ext import host
 from megatron_ext.errors import TrainingError
-from megatron_ext.model.build import build
 from megatron_ext.model.config import ModelConfig
+from megatron_ext.model.gpt import build
 from megatron_ext.model.initialize import draw
 from megatron_ext.model.logical import describe, kind_of, logical_shapes
 from megatron_ext.muon.config import OptimizerConfig, Rule
