@@ -50,10 +50,7 @@ def dedup(plan: Plan, out: Path, workers: int, reporter: Reporter) -> Found:
     work = WorkFolder(out)
     if (out / INDEX).exists():
         found = _finished(plan, out)
-        if work.path.exists():  # the run ended while it was clearing up
-            work.lock()
-            work.remove()
-            work.unlock()
+        work.clear_leftovers()
         return found
     work.lock()
     try:
@@ -120,6 +117,7 @@ class _Dedup:
                 "texts": texts,
                 "inputs": rows,
             },
+            fresh,
         )
         return Found(texts, len(copies))
 
@@ -146,9 +144,10 @@ class _Dedup:
             if len(copies)
             else np.empty(0, dtype="<u8")
         )
-        path = self.work.out / f"{index:06d}.npy"
-        np.save(path, numbers)
-        files.sync_file(path)
+        fresh = self.work.path / "fresh" / f"{index:06d}.npy"
+        np.save(fresh, numbers)
+        files.sync_file(fresh)
+        path = fresh.replace(self.work.out / fresh.name)
         scan = self.scans[index]
         return {
             "path": self.plan.inputs[index].name,

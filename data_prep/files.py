@@ -23,9 +23,9 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace `path` atomically."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+def write_text(path: Path, text: str, scratch: Path | None = None) -> None:
+    """Replace `path` atomically, by way of a file in `scratch` (default: beside it)."""
+    fresh = (scratch or path.parent) / f"{path.name}.{os.getpid()}.tmp"
     with fresh.open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)
         file.flush()
@@ -34,8 +34,8 @@ def write_text(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def write_json(path: Path, value: object) -> None:
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: object, scratch: Path | None = None) -> None:
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", scratch)
 
 
 def read_json(path: Path) -> dict:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,10 +60,6 @@ def merge(given: list[Path], out: Path, reporter: Reporter) -> dict:
     Raises:
         UsageError: they cannot be joined. DataError: one of them is damaged.
     """
-    work = WorkFolder(out)
-    strays = (path for path in out.glob("**/*.bin") if not path.is_relative_to(work.path))
-    if (out / MANIFEST).exists() or any(strays):
-        raise UsageError(f"--output {out}: holds data already; choose another folder")
     manifests = {path: outputs.read_manifest(path) for path in given}
     if len(manifests) < len(given):
         raise UsageError("the same output is named twice")
@@ -70,14 +67,30 @@ def merge(given: list[Path], out: Path, reporter: Reporter) -> dict:
     shards = any(manifest["shard"] != "0/1" for manifest in manifests.values())
     manifests = _in_shard_order(manifests) if shards else manifests
     manifest = _of_shards(manifests) if shards else _of_runs(manifests)
+    work = WorkFolder(out)
     work.lock()
     try:
-        (work.path / "assembled").mkdir(exist_ok=True)
+        _begin(work, manifests)
         made = _write(manifests, manifest, work, reporter)
         work.remove()
     finally:
         work.unlock()
     return made
+
+
+def _begin(work: WorkFolder, manifests: dict[Path, dict]) -> None:
+    """Refuse a folder that holds anything but an interrupted merge of the same outputs."""
+    marker = work.path / "merge.json"
+    identity = {str(path.absolute()): files.sha256_of(path / MANIFEST) for path in manifests}
+    if marker.exists():
+        if found := differences(files.read_json(marker), identity):
+            raise UsageError(f"--output {work.out}: holds another merge: {'; '.join(found)}")
+    elif any(not path.is_relative_to(work.path) for path in work.out.glob("**/*.bin")):
+        raise UsageError(f"--output {work.out}: holds data already; choose another folder")
+    files.write_json(marker, identity)
+    shutil.rmtree(work.path / "fresh", ignore_errors=True)
+    for name in ("assembled", "fresh"):
+        (work.path / name).mkdir(exist_ok=True)
 
 
 def _check_tokenizers(manifests: dict[Path, dict]) -> None:

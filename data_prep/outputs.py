@@ -58,11 +58,13 @@ def publish(work: WorkFolder, publication: Publication) -> dict:
                 (out / name).parent.mkdir(parents=True, exist_ok=True)
                 source.replace(out / name)
         files.sync_folder((out / output.prefix).parent)
-    _join_rejects(out, publication.rejects)
-    files.write_text(out / PROVENANCE, "".join(map(files.json_line, publication.provenance)))
+    scratch = work.path / "fresh"
+    _join_rejects(out, publication.rejects, scratch)
+    rows = "".join(map(files.json_line, publication.provenance))
+    files.write_text(out / PROVENANCE, rows, scratch)
     kept = out / TOKENIZER_FOLDER / publication.tokenizer.name
     kept.parent.mkdir(exist_ok=True)
-    shutil.copyfile(publication.tokenizer, kept)
+    Path(shutil.copyfile(publication.tokenizer, scratch / kept.name)).replace(kept)
     manifest = {
         **publication.manifest,
         "tokenizer": {
@@ -71,8 +73,9 @@ def publish(work: WorkFolder, publication: Publication) -> dict:
         },
         "outputs": [_output_row(output) for output in publication.outputs],
     }
-    files.write_text(out / BLEND, yaml.safe_dump(blend(manifest), sort_keys=False, width=1000))
-    files.write_json(out / MANIFEST, manifest)
+    mixed = yaml.safe_dump(blend(manifest), sort_keys=False, width=1000)
+    files.write_text(out / BLEND, mixed, scratch)
+    files.write_json(out / MANIFEST, manifest, scratch)
     return manifest
 
 
@@ -181,10 +184,10 @@ def blend(manifest: dict) -> dict:
     return made
 
 
-def _join_rejects(out: Path, parts: list[Path]) -> None:
+def _join_rejects(out: Path, parts: list[Path], scratch: Path) -> None:
     """One file in output order, absent where there is nothing to say."""
     if content := "".join(part.read_text(encoding="utf-8") for part in parts if part.exists()):
-        files.write_text(out / REJECTS, content)
+        files.write_text(out / REJECTS, content, scratch)
 
 
 def _version(package: str) -> str:

@@ -119,10 +119,7 @@ def finished_manifest(out: Path, plan: Plan) -> dict | None:
         if item.name in hashes and files.sha256_of(Path(item.path)) != hashes[item.name]
     ]
     refuse_other(out, old, identity, changed)
-    if (leftover := WorkFolder(out)).path.exists():
-        leftover.lock()
-        leftover.remove()
-        leftover.unlock()
+    WorkFolder(out).clear_leftovers()
     return manifest
 
 

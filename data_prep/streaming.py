@@ -10,11 +10,10 @@ import os
 import shutil
 from pathlib import Path
 
-from data_prep import merging, run
+from data_prep import merging, outputs, run
 from data_prep.download import Server, fetch_all
-from data_prep.errors import UsageError
 from data_prep.progress import Reporter
-from data_prep.work import MANIFEST
+from data_prep.work import MANIFEST, WorkFolder
 
 
 def stream(
@@ -24,9 +23,11 @@ def stream(
 
     `request.given` is ignored. At no time do more than `batch_files` inputs lie on the disk.
     """
+    work = WorkFolder(request.out)
     if (request.out / MANIFEST).exists():
-        raise UsageError(f"--output {request.out}: is finished already")
-    folder = request.out / ".work" / "batches"
+        work.clear_leftovers()
+        return outputs.read_manifest(request.out)
+    folder = work.path / "batches"
     inputs = folder / "inputs"  # one root for all batches, so that names are those of the list
     outs = []
     ordered = sorted(names, key=os.fsencode)

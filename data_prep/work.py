@@ -70,6 +70,13 @@ class WorkFolder:
         (self.path / "lock").unlink()
         self.path.rmdir()
 
+    def clear_leftovers(self) -> None:
+        """Remove what a run left that ended while it was clearing up."""
+        if self.path.exists():
+            self.lock()
+            self.remove()
+            self.unlock()
+
     # --- the plan
 
     def begin(self, plan: Plan) -> None:

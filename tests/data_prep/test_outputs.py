@@ -1,5 +1,6 @@
 """Finished outputs: verified, located, joined and weighed."""
 
+import itertools
 import json
 import shutil
 
@@ -8,6 +9,7 @@ import yaml
 
 from data_prep.outputs import read_manifest
 from tests.data_prep.helpers import SENTENCEPIECE, TEKKEN, command, json_lines, tree, write
+from tests.data_prep.kills import killed_at
 
 PARTITIONS = [
     "quality=high/kind=actual/kind2=actual",
@@ -145,6 +147,23 @@ def test_shards_joined_in_any_order_are_the_bytes_of_one_run(capsys, tmp_path, s
     assert tree(joined) == tree(out)
     missing = command(capsys, "merge", *shards[1:], "--output", tmp_path / "missing")
     assert (missing.code, f"shards 0/{count} are missing" in missing.err) == (2, True)
+
+
+def test_a_merge_that_is_killed_at_any_point_is_taken_up(capsys, tmp_path, source, out):
+    shards = [tmp_path / f"shard-{index}" for index in range(2)]
+    for index, shard in enumerate(shards):
+        assert tokenize(capsys, source, shard, *OPTIONS, "--shard", f"{index}/2").code == 0
+    joined = tmp_path / "joined"
+    for point in itertools.count(1, 5):
+        shutil.rmtree(joined, ignore_errors=True)
+        if not killed_at(point, joined, ["merge", *shards, "--output", joined]):
+            break
+        finished = (joined / "manifest.json").exists()
+        ended = command(capsys, "merge", *shards, "--output", joined)
+        assert ended.code == 0 or finished, (point, ended.err)
+        assert {name: content for name, content in tree(joined).items()
+                if not name.startswith(".work")} == tree(out), point  # fmt: skip
+    assert point > 40
 
 
 def test_different_runs_are_joined_and_their_documents_stay_in_order(capsys, tmp_path, source):

@@ -64,16 +64,24 @@ def test_killed_at_any_point_a_rerun_gives_the_bytes_of_a_clean_run(
     corpus, clean, tmp_path, capsys
 ):
     out = tmp_path / "out"
-    # Steps of 7 reach every kind of point; the first runs stop at each point in turn.
-    points = itertools.chain(range(1, 12), itertools.count(12, 7))
-    for point in points:
+
+    def taken_up(point):
         shutil.rmtree(out, ignore_errors=True)
         if not killed_at(point, out, arguments(corpus, out, *OPTIONS)):
-            break
+            return False
+        strays = {name for name in tree(out) if not name.startswith(".work/")}
+        assert strays <= set(clean), "work in progress lies below .work only"
         ended = command(capsys, *arguments(corpus, out, *OPTIONS))
         assert ended.code == 0, (point, ended.err)
         assert tree(out) == clean, point
+        return True
+
+    for point in itertools.chain(range(1, 12), itertools.count(12, 7)):
+        if not taken_up(point):
+            break
     assert point > 200
+    for publishing in range(point - 45, point):
+        taken_up(publishing)
 
 
 def test_killed_again_and_again_it_still_ends_with_the_bytes_of_a_clean_run(
