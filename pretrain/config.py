@@ -74,13 +74,15 @@ def write(resolved: Resolved, path: Path) -> None:
 
     The file is itself a recipe that gives the same configuration.
     """
-    lines, section = [], ""
+    lines: list[str] = []
+    open_sections: list[str] = []
     for key, value, origin in resolved.leaves():
-        *parents, name = key.split(".")
-        if parents and parents[0] != section:
-            section = parents[0]
-            lines.append(f"{section}:")
-        text = f"{'  ' * len(parents)}{name}: {yaml_subset.dump(value)}"
+        *sections, name = key.split(".")
+        for depth, section in enumerate(sections):
+            if open_sections[: depth + 1] != sections[: depth + 1]:
+                open_sections = sections[: depth + 1]
+                lines.append(f"{'  ' * depth}{section}:")
+        text = f"{'  ' * len(sections)}{name}: {yaml_subset.dump(value)}"
         lines.append(f"{text:<48}  # {origin}")
     temporary = path.with_name(path.name + ".partial")
     temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -145,7 +147,10 @@ def _find_recipe(name: str, base: Path) -> Path:
 def _parse_override(text: str) -> tuple[str, _Given]:
     key, equals, raw = text.partition("=")
     if not equals:
-        raise ConfigError(f"{text!r} is not of the form key=value{_nearest(key, fields())}")
+        raise ConfigError(
+            f"{text!r} is not of the form key=value"
+            + (f"; give {key}=VALUE" if key in fields() else _nearest(key, fields()))
+        )
     _check_known(key, "")
     # A path such as 2024 stays a text.
     value = raw if fields()[key].annotation is str else yaml_subset.parse(raw, f"{key}={raw}")

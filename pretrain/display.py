@@ -23,7 +23,7 @@ class Display:
 
     def __init__(self, steps: int, done: int):
         self._steps = steps
-        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
         self._last_line_seconds = float("-inf")
         self._bar = Progress(
             TextColumn("step"),

@@ -1,5 +1,6 @@
 """Puts a run together: processes, model, optimizer, outer loop, data, checkpoints, records."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -13,7 +14,7 @@ from megatron_ext.checkpoint import Checkpoints, Outcome
 from megatron_ext.diloco.loop import OuterLoop, Round
 from megatron_ext.model.gpt import build
 from megatron_ext.model.initialize import draw
-from megatron_ext.model.logical import describe
+from megatron_ext.model.logical import describe, parameter_count
 from megatron_ext.muon import routing, table
 from megatron_ext.muon.optimizer import InnerOptimizer
 from megatron_ext.muon.routing import route_all
@@ -48,8 +49,13 @@ class Session:
         self.outer = None
         if config.outer.interval:
             self.outer = OuterLoop(self.inner, config.outer, replicas)
-        identity = {**self.samples.order, "routing": routing.identity(routes)}
-        self.state = RunState(self.inner, self.outer, identity)
+        # As it comes back from a checkpoint, where a tuple is a list.
+        options = json.loads(json.dumps({key: value for key, value, _ in resolved.leaves()}))
+        model = {key: value for key, value in options.items() if key.startswith("model.")}
+        # How its layers are computed may change; what they compute may not.
+        del model["model.implementation"]
+        identity = {**model, **self.samples.order, "routing": routing.identity(routes)}
+        self.state = RunState(self.inner, self.outer, identity, options)
         folder = Path(config.run.dir)
         self._checkpoints = Checkpoints(
             folder / "checkpoints",
@@ -140,19 +146,29 @@ class Session:
             self._display.close()
 
     def _announce(self, resumed_from: Path | None, wire_bytes: int) -> None:
-        config = self.config
-        if resumed_from:
-            self._log.event("resume", step=self.state.step, checkpoint=str(resumed_from))
-            self._display.say(f"resuming {resumed_from} after step {self.state.step}")
-        else:
-            self._log.event("start", step=0, data_parallel_bytes_per_step=wire_bytes)
-        parallel = config.parallel
-        layout = " × ".join(f"{n}={getattr(parallel, n)}" for n in ("tp", "pp", "cp", "dp"))
-        self._display.say(
-            f"{parallel.replicas} replica(s) of {layout}; {config.optimizer.name} inside"
-            + (f", an outer step every {config.outer.interval}" if self.outer else "")
-            + f"; {config.tokens_per_step:,} tokens a step; run folder {config.run.dir}"
+        config, parallel, say = self.config, self.config.parallel, self._display.say
+        layout = " × ".join(f"{n} {getattr(parallel, n)}" for n in ("tp", "pp", "cp", "dp"))
+        say(f"run folder  {config.run.dir}")
+        say(f"model       {parameter_count(config.model):,} parameters")
+        say(
+            f"layout      {parallel.replicas} × ({layout}) = {parallel.world_size} processes, "
+            f"{config.tokens_per_step:,} tokens a step"
         )
+        say(
+            f"optimizer   {config.optimizer.name}"
+            + (f", an outer step every {config.outer.interval}" if self.outer else "")
+        )
+        if not resumed_from:
+            self._log.event("start", step=0, data_parallel_bytes_per_step=wire_bytes)
+            return
+        changed = {key: [before, now] for key, before, now in self.state.changed}
+        checkpoint = str(resumed_from)
+        self._log.event("resume", step=self.state.step, checkpoint=checkpoint, changed=changed)
+        say(f"resuming    {resumed_from}, after step {self.state.step} of {config.train.steps}")
+        for key, (before, now) in changed.items():
+            say(f"  changed   {key}: {before} → {now}")
+        if self.state.step >= (config.train.stop_at or config.train.steps):
+            say("nothing to do: the run is there already")
 
     def _utilisation(self, tokens_per_second: float) -> float | None:
         if not torch.cuda.is_available():

@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ext.model.logical import parameter_count
 from pretrain.config import Resolved, allowed, fields, recipe_names, schema_of
 from pretrain.yaml_subset import dump
 
@@ -30,19 +31,24 @@ def print_table(resolved: Resolved) -> None:
         style = "dim" if origin == "default" else ""
         row = [
             key,
-            "" if value is None else dump(value),
+            dump(value),
             origin,
             f"[dim]{fields()[key].description}[/dim]",
         ]
         table.add_row(*row[: len(columns)], style=style)
     console.print(table)
     config = resolved.config
-    console.print(
-        f"\n{config.parallel.world_size} processes; {config.tokens_per_step:,} tokens a step in "
-        f"{config.micro_batches} micro-batches a rank; "
-        f"{config.tokens_per_step * config.train.steps:,} tokens in all",
-        highlight=False,
-    )
+    total = config.tokens_per_step * config.train.steps
+    lines = [
+        f"model   {parameter_count(config.model):,} parameters",
+        f"layout  {config.parallel.world_size} processes, {config.micro_batches} micro-batches a "
+        "rank and step",
+        f"tokens  {config.tokens_per_step:,} a step, {total:,} in {config.train.steps:,} steps",
+    ]
+    if config.outer.interval:
+        rounds = -(-config.train.steps // config.outer.interval)
+        lines.append(f"rounds  {rounds:,} of {config.outer.interval} steps")
+    console.print("\n" + "\n".join(lines), highlight=False)
 
 
 def help_text() -> str:

@@ -11,6 +11,9 @@ from megatron_ext.diloco.loop import OuterLoop
 from megatron_ext.errors import ConfigError
 from megatron_ext.muon.optimizer import InnerOptimizer
 
+# They say where a run lies and when a session ends, not what is computed.
+_FREE_OPTIONS = {"run.dir", "data.cache", "resume", "train.stop_at"}
+
 
 class RunState:
     """One rank's state of a run; fills megatron_ext.checkpoint's TrainingState.
@@ -18,11 +21,21 @@ class RunState:
     Attributes:
         step: inner steps taken.
         identity: what a resumed run must have in common with the saved one, by name.
+        options: every option of the run, by its dotted key.
+        changed: after a resume, the options that are not what they were: key, before, now.
     """
 
-    def __init__(self, inner: InnerOptimizer, outer: OuterLoop | None, identity: dict[str, Any]):
+    def __init__(
+        self,
+        inner: InnerOptimizer,
+        outer: OuterLoop | None,
+        identity: dict[str, Any],
+        options: dict[str, Any],
+    ):
         self.step = 0
         self.identity = identity
+        self.options = options
+        self.changed: list[tuple[str, Any, Any]] = []
         self._inner = inner
         self._outer = outer
 
@@ -38,6 +51,7 @@ class RunState:
             "step": self.step,
             "optimizer_steps": self._inner.steps,
             "identity": self.identity,
+            "options": self.options,
         }
         if self._outer:
             counters |= {"rounds": self._outer.rounds, "round_position": self._outer.position}
@@ -58,6 +72,12 @@ class RunState:
                 f"{'; '.join(differences)} in the checkpoint; a resumed run must go on with the "
                 "same"
             )
+        before = counters["options"]
+        self.changed = [
+            (key, before.get(key), now)
+            for key, now in self.options.items()
+            if before.get(key) != now and key not in _FREE_OPTIONS
+        ]
         self.step = counters["step"]
         self._inner.steps = counters["optimizer_steps"]
         if self._outer:

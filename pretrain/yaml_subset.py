@@ -8,9 +8,17 @@ import yaml
 
 from megatron_ext.errors import ConfigError
 
+_Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes exactly the texts that the loader would take for something else."""
+
+    yaml_implicit_resolvers: ClassVar[_Resolvers] = {}
+
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+    yaml_implicit_resolvers: ClassVar[_Resolvers] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -28,9 +36,12 @@ for _tag, _pattern, _first in (
     ("int", r"[-+]?[0-9][0-9_]*", "-+0123456789"),
     ("float", r"[-+]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", "-+.0123456789"),
 ):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$", re.IGNORECASE), list(_first)
-    )
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}",
+            re.compile(rf"^(?:{_pattern})$", re.IGNORECASE),
+            list(_first),
+        )
 
 
 def parse(text: str, where: str) -> Any:
@@ -61,5 +72,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def dump(value: Any) -> str:
     """The value as one line of YAML."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, width=10**6, allow_unicode=True
+    )
     return text.removesuffix("\n").removesuffix("\n...")

@@ -158,13 +158,11 @@ class Checkpoints:
         if resume == "auto":
             return newest
         chosen = None if resume == "none" else find(Path(resume))[-1]
-        clash = newest is not None and (
-            chosen is None or (chosen.parent.samefile(self._root) and chosen.name != newest.name)
-        )
-        if clash:
+        # Another start than the newest would leave two histories in one folder.
+        if newest is not None and (chosen is None or not chosen.samefile(newest)):
             raise ConfigError(
-                f"resume={resume} would overwrite checkpoints that are newer, up to {newest}; "
-                "resume=auto goes on from there; else move them away or choose another run.dir"
+                f"resume={resume}, but run.dir holds checkpoints, up to {newest}; resume=auto goes "
+                "on from there; else move them away or choose another run.dir"
             )
         return chosen
 

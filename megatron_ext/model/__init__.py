@@ -12,7 +12,7 @@ __getattr__ = lazy(
         "describe": "logical",
         "documents": "attention",
         "logical_shapes": "logical",
-        "parameter_count": "gpt",
+        "parameter_count": "logical",
         "skeleton": "gpt",
         "transformer_config": "gpt",
     },

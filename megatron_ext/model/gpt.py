@@ -57,11 +57,6 @@ def build(
     return [chunk.to(device) for chunk in chunks]
 
 
-def parameter_count(model: ModelConfig) -> int:
-    """Parameters of the whole model. Needs no processes and no memory."""
-    return sum(parameter.numel() for parameter in skeleton(model).parameters())
-
-
 def skeleton(model: ModelConfig) -> gpt_model.GPTModel:
     """The whole model on the meta device: shapes and names without values or processes."""
     config = transformer_config(model, ParallelConfig(), precision="fp32", recompute="none")

@@ -159,6 +159,11 @@ def logical_shapes(config: "ModelConfig") -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def parameter_count(config: "ModelConfig") -> int:
+    """Parameters of the whole model, a tied embedding once."""
+    return sum(torch.Size(shape).numel() for shape in logical_shapes(config).values())
+
+
 def kind_of(name: str) -> Kind:
     """Kind of a logical parameter by its global name."""
     if name in ("embedding", "head"):

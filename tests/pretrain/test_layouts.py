@@ -75,6 +75,7 @@ def test_losses_do_not_depend_on_the_layout_either(blend, one_process, tmp_path,
 @pytest.mark.parametrize("layout", ["tp2 sp", "pp2 interleaved"])
 def test_losses_in_bf16_do_not_depend_on_the_layout(blend, one_process, tmp_path, layout):
     check(blend, tmp_path, "bf16", LAYOUTS[layout], one_process("bf16"))
+    assert one_process("bf16") != pytest.approx(one_process("muon"), rel=1e-6)
 
 
 @pytest.mark.slow

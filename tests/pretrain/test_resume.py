@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_ext.errors import ConfigError
 from tests.pretrain.corpus import write_corpus
 from tests.pretrain.runs import lines, train
 
@@ -69,3 +70,33 @@ def test_a_run_that_lost_steps_after_its_checkpoint_records_each_step_once(blend
         file.write('{"step": 6, "los')
     train(blend, tmp_path)
     assert [line["step"] for line in lines(tmp_path, "metrics")] == list(range(1, STEPS + 1))
+
+
+def test_options_that_changed_are_told_and_recorded(blend, tmp_path, capfd):
+    train(blend, tmp_path, train__stop_at=4)
+    train(blend, tmp_path, optimizer__lr=0.01, train__micro_batch=4)
+    (resume,) = [line for line in lines(tmp_path, "events") if line["event"] == "resume"]
+    assert resume["changed"] == {"train.micro_batch": [2, 4], "optimizer.lr": [0.02, 0.01]}
+    assert "changed   optimizer.lr: 0.02 → 0.01" in capfd.readouterr().out
+
+
+def test_a_model_that_computes_otherwise_is_refused_though_its_shapes_fit(blend, tmp_path):
+    train(blend, tmp_path, train__stop_at=4)
+    with pytest.raises(ConfigError, match=r"model\.rope_base is 20000 and was 500000"):
+        train(blend, tmp_path, model__rope_base=20000)
+
+
+def test_another_runs_checkpoint_is_refused_where_a_run_already_is(blend, tmp_path):
+    for name in "ab":
+        train(blend, tmp_path / name, train__stop_at=4)
+    other = tmp_path / "a/checkpoints/step-00000004"
+    with pytest.raises(ConfigError, match=r"but run\.dir holds checkpoints, up to .*00000004"):
+        train(blend, tmp_path / "b", resume=other)
+    train(blend, tmp_path / "c", resume=other)
+    assert [line["step"] for line in lines(tmp_path / "c", "metrics")] == [5, 6, 7, 8, 9, 10]
+
+
+def test_a_run_that_is_there_already_says_so(blend, tmp_path, capfd):
+    train(blend, tmp_path, train__stop_at=4)
+    train(blend, tmp_path, train__stop_at=4)
+    assert "nothing to do: the run is there already" in capfd.readouterr().out

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ext.model import parameter_count
+from megatron_ext.model import parameter_count, skeleton
 from pretrain.config import load
 
 PARAMETERS = {
@@ -22,6 +22,9 @@ def test_recipe_gives_the_published_model_and_token_budget(size, inner):
     config = load(size + inner).config
     assert config.optimizer.name == INNER[inner]
     assert parameter_count(config.model) == PARAMETERS[size]
+    # Built by megatron-core, on the meta device.
+    built = sum(parameter.numel() for parameter in skeleton(config.model).parameters())
+    assert built == PARAMETERS[size]
     # Facts: about 20 tokens for each parameter, and whole rounds.
     assert config.tokens_per_step * config.train.steps / PARAMETERS[size] == pytest.approx(20, 0.05)
     assert config.train.steps % config.outer.interval == 0

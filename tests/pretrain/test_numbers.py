@@ -1,0 +1,120 @@
+"""A whole MuLoCo run by hand: float64, whole tensors, one process; and what the run reported."""
+
+import pytest
+import torch
+
+from megatron_ext import host
+from megatron_ext.model.initialize import draw
+from megatron_ext.model.logical import logical_shapes
+from megatron_ext.model.reference import token_losses
+from megatron_ext.muon.reference import Reference
+from megatron_ext.muon.routing import route_all
+from megatron_ext.replicas import initialize_megatron, join
+from pretrain.config import load
+from pretrain.samples import Samples
+from pretrain.settings import RunConfig
+from tests.pretrain.corpus import write_corpus
+from tests.pretrain.runs import SMALL, lines, train
+from tests.ranks import run
+
+STEPS, INTERVAL, REPLICAS, HELD_OUT = 4, 2, 2, 2
+OPTIONS = {
+    "train.steps": STEPS,
+    "train.seed": 99,
+    "outer.interval": INTERVAL,
+    "outer.lr": 0.7,
+    "outer.momentum": 0.6,
+    "optimizer.arithmetic": "fp32",
+    "optimizer.weight_decay": 0.1,
+    "optimizer.warmup_steps": 2,
+    "validation.every": 2,
+    "validation.batches": HELD_OUT,
+}
+
+Tokens = list[tuple[torch.Tensor, torch.Tensor]]
+Weights = dict[str, torch.Tensor]
+
+
+def read(rank: int, overrides: list[str]) -> tuple[Tokens, Tokens]:
+    """Tokens and labels [global_batch, sequence] of each step, and of each held-out batch."""
+    config = load("demo", overrides).config
+    host.prepare()
+    with join(config.parallel, 30) as replicas:
+        initialize_megatron(config.parallel, 1)
+        samples = Samples(config, replicas)
+
+        def whole(step: int, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+            batches = list(samples.micro_batches(step, split))
+            return tuple(torch.cat([b[name] for b in batches]) for name in ("tokens", "labels"))
+
+        steps = [whole(step, "train") for step in range(1, STEPS + 1)]
+        return steps, [whole(batch, "validation") for batch in range(1, HELD_OUT + 1)]
+
+
+def loss_of(weights: Weights, config: RunConfig, data: Tokens) -> torch.Tensor:
+    return torch.cat(
+        [token_losses(weights, config.model, *batch).flatten() for batch in data]
+    ).mean()
+
+
+class ByHand:
+    """The run's algebra: each replica's own optimizer, the mean of them, Nesterov."""
+
+    def __init__(self, config: RunConfig):
+        shapes = logical_shapes(config.model)
+        self.config = config
+        self.anchor = {n: draw(n, config.model, config.train.seed).double() for n in shapes}
+        self.buffer = {name: torch.zeros_like(weight) for name, weight in self.anchor.items()}
+        routes = route_all(config.model, config.optimizer)
+        self.replicas = [Reference(self.anchor, routes, config.optimizer) for _ in range(REPLICAS)]
+
+    def inner_step(self, lr: float, tokens: torch.Tensor, labels: torch.Tensor):
+        """Loss and gradient norm of each replica on its slice of the batch."""
+        slices = zip(tokens.chunk(REPLICAS), labels.chunk(REPLICAS), strict=True)
+        found = []
+        for replica, part in zip(self.replicas, slices, strict=True):
+            weights = {n: w.clone().requires_grad_() for n, w in replica.weights.items()}
+            loss = loss_of(weights, self.config, [part])
+            gradients = torch.autograd.grad(loss, list(weights.values()))
+            norm = replica.step(dict(zip(weights, gradients, strict=True)), lr)
+            found.append((loss.item(), norm))
+        return found
+
+    def outer_step(self) -> None:
+        outer = self.config.outer
+        for name, anchor in self.anchor.items():
+            delta = sum(anchor - replica.weights[name] for replica in self.replicas) / REPLICAS
+            self.buffer[name] = outer.momentum * self.buffer[name] + delta
+            anchor -= outer.lr * (delta + outer.momentum * self.buffer[name])
+            for replica in self.replicas:
+                replica.weights[name] = anchor.clone()
+
+
+def test_a_muloco_run_reports_what_it_gives_by_hand(tmp_path):
+    blend = write_corpus(tmp_path, held_out=80)
+    overrides = [f"{k}={v}" for k, v in (SMALL | {"data.blend": blend} | OPTIONS).items()]
+    ((steps, held_out),) = run(read, 1, [*overrides, f"run.dir={tmp_path / 'read'}"])
+    options = {key.replace(".", "__"): value for key, value in OPTIONS.items()}
+    train(blend, tmp_path / "run", parallel__replicas=REPLICAS, parallel__tp=2, **options)
+    metrics = lines(tmp_path / "run", "metrics")
+    validation = lines(tmp_path / "run", "validation")
+    config = load("demo", [*overrides, f"run.dir={tmp_path}"]).config
+    lr = config.optimizer.lr
+    rates = [lr / 2, lr, lr * (0.1 + 0.9 / 2), lr * 0.1]  # two of warm-up, then half a cosine
+
+    hand = ByHand(config)
+    assert validation[0]["loss"] == pytest.approx(
+        loss_of(hand.anchor, config, held_out).item(), rel=1e-5
+    )
+    for step, (line, rate, batch) in enumerate(zip(metrics, rates, steps, strict=True), start=1):
+        loss, norm = hand.inner_step(rate, *batch)[0]  # the run reports its first replica's
+        assert line["lr"] == pytest.approx(rate)
+        assert line["loss"] == pytest.approx(loss, rel=1e-4)
+        assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        assert line["tokens_per_second"] == pytest.approx(512 / line["seconds"])
+        if step % INTERVAL == 0:
+            hand.outer_step()
+            measured = validation[step // INTERVAL]
+            expected = loss_of(hand.anchor, config, held_out).item()
+            assert measured["step"] == step
+            assert measured["loss"] == pytest.approx(expected, rel=1e-4)
