@@ -62,6 +62,9 @@ def _parser() -> exit.Parser:
         "`python -m launch local verify-optimizer RECIPE …` takes one step on random gradients "
         "and compares it with a float64 reference.",
     )
+    parser.add_argument(
+        "--show", action="store_true", help="print every option and where it came from, and stop"
+    )
     for name, meaning in FACTORS.items():
         parser.add_argument(
             f"--{name}", metavar="N", help=f"{meaning}; short for parallel.{name}=N"
@@ -70,8 +73,8 @@ def _parser() -> exit.Parser:
 
 
 def _local(options: argparse.Namespace, verifies: bool) -> None:
-    from launch import local
     from megatron_ext.errors import ConfigError
+    from pretrain.config import load
 
     overrides = list(options.overrides)
     for name in FACTORS:
@@ -81,8 +84,17 @@ def _local(options: argparse.Namespace, verifies: bool) -> None:
         if any(text.startswith(key) for text in overrides):
             raise ConfigError(f"--{name} and {key}… are the same option; give one of them")
         overrides.append(f"{key}{value}")
-    command = ["verify-optimizer"] if verifies else []
-    local.launch(options.recipe, overrides, options.debug, command)
+    resolved = load(options.recipe, overrides)
+    if options.show:
+        from pretrain.show import print_table
+
+        print_table(resolved)
+        return
+    count = resolved.config.parallel.world_size
+    print(f"starting {count} process{'es' * (count > 1)}", flush=True)
+    from launch import local  # brings torch and megatron-core along
+
+    local.launch(resolved, [options.recipe, *overrides], options.debug, verifies)
 
 
 if __name__ == "__main__":

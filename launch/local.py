@@ -6,7 +6,7 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -17,7 +17,7 @@ from launch.processes import Exit, RankProcesses
 from megatron_ext.errors import ConfigError, PeerError, StackError
 from megatron_ext.replicas import ParallelConfig
 from pretrain import exit
-from pretrain.config import Resolved, check_machine, load
+from pretrain.config import Resolved, check_machine
 from pretrain.stopping import SIGNALS
 
 SETTLE_SECONDS = 0.5
@@ -53,25 +53,24 @@ class _Interrupted(Exception):
         self.number = number
 
 
-def launch(
-    recipe: str, overrides: list[str], debug: bool = False, command: Sequence[str] = ()
-) -> None:
-    """Run `recipe` on this machine; returns when all ranks ended well.
+def launch(resolved: Resolved, arguments: list[str], debug: bool, verifies: bool) -> None:
+    """Run on this machine; returns when all ranks ended well.
 
-    `command` is what stands before the recipe: nothing to train, or "verify-optimizer".
+    `arguments` are what gave `resolved`, for processes that must read them anew. `verifies`: the
+    optimizer's step is verified instead of a model trained.
 
     Raises StackError with the exit code of the rank that failed first, and its one-line reason.
     """
-    resolved = load(recipe, overrides)
     check_machine(resolved.config)
     if torch.cuda.is_available():
-        _replace_by_torchrun(resolved, [*command, recipe, *overrides], debug)
+        command = ["verify-optimizer"] if verifies else []
+        _replace_by_torchrun(resolved, [*command, *arguments], debug)
 
     # Imported once, for all ranks.
     from pretrain.loop import train
     from pretrain.verify_optimizer import verify_optimizer
 
-    task = verify_optimizer if command else train
+    task = verify_optimizer if verifies else train
     supervise(partial(task, resolved), resolved.config.parallel, debug)
 
 
