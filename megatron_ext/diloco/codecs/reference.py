@@ -32,7 +32,8 @@ def round_trip(
         decoded = [_linear(group, 2**bits) for group in groups]
     else:
         decoded = [_statistical(group, 2**bits) for group in groups]
-    return torch.tensor(sum(decoded, []), dtype=torch.float64).view(tensor.shape)
+    values = [value for group in decoded for value in group]
+    return torch.tensor(values, dtype=torch.float64).view(tensor.shape)
 
 
 def _linear(values: list[float], levels: int) -> list[float]:
