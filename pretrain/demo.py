@@ -6,7 +6,7 @@ and resumed on the way → the same tokens with data parallelism → a table of 
 
 import json
 import shutil
-import statistics
+import signal
 import subprocess
 import sys
 import time
@@ -36,7 +36,7 @@ JOURNEY = [
         f"launch local demo --replicas 2 --tp 2 run.dir={MULOCO} train.stop_at={STOP_AT}",
     ),
     (
-        "The same command again: it resumes",
+        "Without the stop: it resumes",
         f"launch local demo --replicas 2 --tp 2 run.dir={MULOCO}",
     ),
     (
@@ -46,10 +46,10 @@ JOURNEY = [
 ]
 
 NEXT = [
-    ("one replica with an outer step (MuLoCo-1)", "launch local demo --tp 2 run.dir=demo/one"),
+    ("one replica with an outer step (MuLoCo-1)", "launch local demo --tp 2 run.dir=runs/one"),
     (
         "DiLoCo: AdamW inside",
-        "launch local demo --replicas 2 run.dir=demo/diloco optimizer.name=adamw optimizer.lr=3e-3",
+        "launch local demo --replicas 2 run.dir=runs/diloco optimizer.name=adamw optimizer.lr=3e-3",
     ),
     ("every option of the 15B recipe", "pretrain 15b data.blend=demo/tokens/blend.yaml --show"),
 ]
@@ -58,6 +58,8 @@ NEXT = [
 def main() -> int:
     """Run the journey; returns the exit code of the first command that fails."""
     exit.quieten_imports()
+    # An exception ends the running command too, and with it its processes.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(highlight=False, soft_wrap=True)
     started = time.monotonic()
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -100,12 +102,12 @@ def _column(run: Path) -> dict[str, str]:
         sent = sum(line["bytes_sent"] for line in _lines(run, "rounds"))
     else:
         sent = start["data_parallel_bytes_per_step"] * metrics[-1]["step"]
-    speed = statistics.median(line["tokens_per_second"] for line in metrics)
+    speed = metrics[-1]["tokens"] / sum(line["seconds"] for line in metrics)
     return {
         "held-out loss at the start": f"{validation[0]['loss']:.4f}",
         "held-out loss at the end (global weights)": f"{validation[-1]['loss']:.4f}",
         "tokens": f"{metrics[-1]['tokens']:,}",
-        "tokens/s (median step)": f"{speed:,.0f}",
+        "tokens/s, outer steps included": f"{speed:,.0f}",
         "sent by each to the other, MB": f"{sent / 1e6:,.1f}",
     }
 
