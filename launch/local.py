@@ -82,6 +82,9 @@ def _replace_by_torchrun(resolved: Resolved, arguments: list[str], debug: bool) 
             f"the layout needs {processes} processes with a GPU each, and this machine has {gpus}"
         )
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    # By default it passes SIGTERM on and gives the ranks 30 s, which may be less than a round.
+    torchrun += ["--signals-to-handle=SIGTERM,SIGUSR1,SIGINT,SIGHUP,SIGQUIT"]
+    torchrun += [f"--shutdown-timeout={SAVE_SECONDS:.0f}"]
     command = [sys.executable, *torchrun, "--module", "pretrain", *arguments]
     os.execv(sys.executable, [*command, "--debug"] if debug else command)
 

@@ -4,42 +4,45 @@ import os
 import subprocess
 from pathlib import Path
 
-SRUN = r"""#!/bin/bash
+SRUN = r"""#!/usr/bin/env python3
 # Runs the tasks as processes of this machine; a non-zero exit of one ends the others.
-nodes=1 per_node=1 ntasks= output= nodelist=
-while [[ $1 == --* ]]; do
-    case $1 in
-        --nodes=*) nodes=${1#*=} ;;
-        --ntasks-per-node=*) per_node=${1#*=} ;;
-        --ntasks=*) ntasks=${1#*=} ;;
-        --nodelist=*) nodelist=${1#*=} ;;
-        --output=*) output=${1#*=} ;;
-    esac
-    shift
-done
-echo "srun $nodelist: $*" >>"$STUB/calls"
-export SLURM_NTASKS=${ntasks:-$((nodes * per_node))} NODE=$nodelist
-pids=()
-for ((task = 0; task < SLURM_NTASKS; task++)); do
-    log=/dev/stdout
-    [[ -n $output ]] && log=${output//%t/$task}
-    SLURM_PROCID=$task SLURM_LOCALID=$((task % per_node)) "$@" >"$log" 2>&1 &
-    pids+=($!)
-    [[ -n $output ]] && echo $! >>"$STUB/tasks"
-done
-code=0
-while ((${#pids[@]})); do
-    wait -n -p ended "${pids[@]}"
-    status=$?
-    rest=()
-    for pid in "${pids[@]}"; do [[ $pid != "$ended" ]] && rest+=("$pid"); done
-    pids=("${rest[@]}")
-    if ((status && !code)); then
-        code=$status
-        ((${#pids[@]})) && kill -KILL "${pids[@]}"
-    fi
-done
-exit "$code"
+import os, subprocess, sys, time
+from pathlib import Path
+
+command = sys.argv[1:]
+options = {}
+while command[0].startswith("--"):
+    name, _, value = command.pop(0).partition("=")
+    options[name] = value
+stub = Path(os.environ["STUB"])
+nodes = options.get("--nodelist", "")
+with (stub / "calls").open("a") as calls:
+    calls.write(f"srun {nodes}: {' '.join(command)}\n")
+per_node = int(options.get("--ntasks-per-node", 1))
+tasks = int(options.get("--ntasks", int(options.get("--nodes", 1)) * per_node))
+output = options.get("--output")
+running = {}
+for task in range(tasks):
+    places = {"SLURM_PROCID": task, "SLURM_LOCALID": task % per_node, "SLURM_NTASKS": tasks}
+    environment = os.environ | {"NODE": nodes} | {k: str(v) for k, v in places.items()}
+    log = open(output.replace("%t", str(task)), "wb") if output else None
+    running[task] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    if output:
+        with (stub / "tasks").open("a") as pids:
+            pids.write(f"{running[task].pid}\n")
+code = 0
+while running:
+    time.sleep(0.02)
+    for task, process in list(running.items()):
+        if process.poll() is None:
+            continue
+        del running[task]
+        if process.returncode and not code:
+            # As Slurm tells it: 128 and the signal's number.
+            code = process.returncode if process.returncode > 0 else 128 - process.returncode
+            for other in running.values():
+                other.kill()
+sys.exit(code)
 """
 SCONTROL = r"""#!/bin/bash
 echo "scontrol $*" >>"$STUB/calls"
@@ -91,7 +94,10 @@ class Scheduler:
     def run(self, script: Path, nodes: str, **variables: object) -> tuple[int, str]:
         """Run a batch script to its end: exit code and what it said."""
         job = self.start(script, nodes, **variables)
-        output, _ = job.communicate(timeout=120)
+        try:
+            output, _ = job.communicate(timeout=120)
+        finally:
+            job.kill()
         return job.returncode, output
 
     @property
