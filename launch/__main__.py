@@ -90,8 +90,9 @@ def _local(options: argparse.Namespace, verifies: bool) -> None:
 
         print_table(resolved)
         return
-    count = resolved.config.parallel.world_size
-    print(f"starting {count} process{'es' * (count > 1)}", flush=True)
+    if not verifies:
+        count = resolved.config.parallel.world_size
+        print(f"starting {count} process{'es' * (count > 1)}", flush=True)
     from launch import local  # brings torch and megatron-core along
 
     local.launch(resolved, [options.recipe, *overrides], options.debug, verifies)

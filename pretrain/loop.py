@@ -62,7 +62,7 @@ def run(session: "Session") -> None:
                 lr = learning_rate(step, steps, config.optimizer)
                 loss = session.engine.train(session.samples.micro_batches(step))
                 grad_norm = session.inner.step(lr)
-                outer = session.outer.step(step, last=step == steps) if session.outer else None
+                outer = session.outer.step(step, last=step == steps) if session.outer else []
                 state.step = step
                 session.record(loss, lr, grad_norm, time.perf_counter() - started, outer)
                 if _due(step, config.validation.every, last=step == steps):

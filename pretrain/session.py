@@ -48,7 +48,7 @@ class Session:
         self.engine = Engine(self.inner.stage)
         self.outer = None
         if config.outer.interval:
-            self.outer = OuterLoop(self.inner, config.outer, replicas)
+            self.outer = OuterLoop(self.inner, config.outer, replicas, config.train.steps)
         # As it comes back from a checkpoint, where a tuple is a list.
         options = json.loads(json.dumps({key: value for key, value, _ in resolved.leaves()}))
         model = {key: value for key, value in options.items() if key.startswith("model.")}
@@ -87,9 +87,9 @@ class Session:
         return self.state.step * self.config.tokens_per_step
 
     def record(
-        self, loss: float, lr: float, grad_norm: float, seconds: float, outer: Round | None
+        self, loss: float, lr: float, grad_norm: float, seconds: float, outer: list[Round]
     ) -> None:
-        """Write down the inner step that was just taken, and its outer step if there was one."""
+        """Write down the inner step that was just taken, and the outer steps after it."""
         self._note_save(self._checkpoints.poll())
         if not self._speaks:
             return
@@ -106,8 +106,8 @@ class Session:
         )
         if record.step % self.config.train.log_every == 0:
             self._log.step(record)
-        if outer:
-            self._log.round(outer)
+        for applied in outer:
+            self._log.round(applied)
         self._display.step(record)
 
     def validate(self) -> None:
@@ -121,6 +121,8 @@ class Session:
     def save(self, last: bool) -> None:
         """Write a checkpoint; return when it is written if it is the last one of this session."""
         self._note_save(self._checkpoints.wait())
+        if self.outer:
+            self.outer.settle()
         if self.config.checkpoint.background and not last:
             self._checkpoints.save_in_background(self.state, self.state.step)
         else:

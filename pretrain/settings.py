@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat, model_validator
 from megatron_ext.checkpoint.config import CheckpointConfig
 from megatron_ext.config import Section
 from megatron_ext.diloco.config import OuterConfig
+from megatron_ext.diloco.published import outer_defaults
 from megatron_ext.errors import ConfigError
 from megatron_ext.model.config import ModelConfig
 from megatron_ext.muon.config import OptimizerConfig
@@ -65,6 +66,23 @@ class RunConfig(Section):
         if isinstance(run, dict) and isinstance(data, dict) and data.get("cache") is None:
             return {**values, "data": {**data, "cache": f"{run.get('dir')}/index-cache"}}
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_published_outer_values(cls, values: Any) -> Any:
+        """Outer learning rate and momentum, where the recipe leaves them to the method."""
+        if not isinstance(values, dict) or not isinstance(values.get("outer"), dict):
+            return values
+        outer, inner = values["outer"], values.get("optimizer") or {}
+        replicas = (values.get("parallel") or {}).get("replicas", 1)
+        method = inner.get("name", "muon") if isinstance(inner, dict) else "muon"
+        if not outer.get("interval") or outer.get("optimizer", "nesterov") in ("adamw", "mean"):
+            return values
+        if method not in ("muon", "adamw") or not isinstance(replicas, int) or replicas < 1:
+            return values  # the field's own check refuses it
+        lr, momentum, _ = outer_defaults(method, replicas)
+        given = {key: value for key, value in outer.items() if value is not None}
+        return {**values, "outer": {"lr": lr, "momentum": momentum} | given}
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":

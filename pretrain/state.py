@@ -11,8 +11,8 @@ from megatron_ext.diloco.loop import OuterLoop
 from megatron_ext.errors import ConfigError
 from megatron_ext.muon.optimizer import InnerOptimizer
 
-# They say where a run lies and when a session ends, not what is computed.
-_FREE_OPTIONS = {"run.dir", "data.cache", "resume", "train.stop_at"}
+# They say where a run lies, when it is saved and when a session ends, not what is computed.
+_FREE_OPTIONS = ("run.", "checkpoint.", "data.cache", "resume", "train.stop_at", "train.log_every")
 
 
 class RunState:
@@ -21,7 +21,7 @@ class RunState:
     Attributes:
         step: inner steps taken.
         identity: what a resumed run must have in common with the saved one, by name.
-        options: every option of the run, by its dotted key.
+        options: the options that decide what is computed, by dotted key.
         changed: after a resume, the options that are not what they were: key, before, now.
     """
 
@@ -34,7 +34,7 @@ class RunState:
     ):
         self.step = 0
         self.identity = identity
-        self.options = options
+        self.options = {k: v for k, v in options.items() if not k.startswith(_FREE_OPTIONS)}
         self.changed: list[tuple[str, Any, Any]] = []
         self._inner = inner
         self._outer = outer
@@ -54,7 +54,7 @@ class RunState:
             "options": self.options,
         }
         if self._outer:
-            counters |= {"rounds": self._outer.rounds, "round_position": self._outer.position}
+            counters["outer"] = self._outer.counters()
         return counters
 
     def rng(self) -> torch.Tensor:
@@ -76,13 +76,12 @@ class RunState:
         self.changed = [
             (key, before.get(key), now)
             for key, now in self.options.items()
-            if before.get(key) != now and key not in _FREE_OPTIONS
+            if before.get(key) != now
         ]
         self.step = counters["step"]
         self._inner.steps = counters["optimizer_steps"]
         if self._outer:
-            self._outer.rounds = counters["rounds"]
-            self._outer.position = counters["round_position"]
+            self._outer.restore(counters["outer"])
         self._inner.write_weights()
         if rng is not None:
             self._set_generators(rng)

@@ -27,7 +27,7 @@ class Stopping:
         self._announces = replicas.launcher_rank == 0
         self._ahead = 0
         if replicas.count > 1:
-            self._ahead = 2 * outer.interval if getattr(outer, "delay", 0) else outer.interval
+            self._ahead = 2 * outer.interval if outer.delay else outer.interval
         self._signal: int | None = None
         self._last: int | None = None
 

@@ -34,6 +34,6 @@ def global_loss(
         ]
     total = torch.tensor(sums, dtype=torch.float64).sum(0)
     if outer:
-        total = outer.mean.gather_scalars(total).sum(0)
+        total = outer.gather_scalars(total).sum(0)
     loss, tokens = total.tolist()
     return loss / tokens

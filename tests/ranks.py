@@ -13,6 +13,8 @@ import torch
 from launch.processes import Exit, RankProcesses
 from megatron_ext.errors import PeerError
 
+SETTLE_SECONDS = 3.0
+
 
 def run(
     fn: Callable[..., Any],
@@ -39,7 +41,7 @@ def run(
             elif end.status > 0 or end.rank not in may_die:
                 failures.append(end)
                 # The first to end need not be the cause: let the others say what they saw.
-                ranks.limit(1)
+                ranks.limit(SETTLE_SECONDS)
             if not set(ranks.running) - set(may_die):
                 break
         hanging = sorted(set(ranks.running) - set(may_die))

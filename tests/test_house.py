@@ -100,7 +100,7 @@ def _normal(name: str) -> str:
 
 
 IMPORT_ALL = """
-import importlib, pkgutil, signal, sys, threading
+import importlib, os, pkgutil, signal, sys, threading
 handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 for room in sys.argv[1:]:
     package = importlib.import_module(room)
@@ -113,6 +113,7 @@ if "torch" in sys.modules:
     import torch
     assert not torch.distributed.is_initialized(), "a process group"
     assert not torch.cuda.is_initialized(), "CUDA"
+    assert len(os.listdir("/proc/self/task")) == 1, "threads, which a fork into ranks would lose"
     assert torch.cuda.current_device.__module__ == "torch.cuda", "patches for the CPU"
 print("torch" in sys.modules)
 """

@@ -1,18 +1,118 @@
 """The outer loop's options."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from megatron_ext.config import Section
+from megatron_ext.diloco.codecs import Kind, make
+from megatron_ext.diloco.units import Order
+from megatron_ext.diloco.wire import LinkConfig
+from megatron_ext.errors import ConfigError
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+_BY_METHOD = {"derived": "by inner optimizer and number of replicas, as published"}
+
+
+class ScheduleConfig(Section):
+    """How a value changes over the run."""
+
+    shape: Literal["constant", "cosine"] = "constant"
+    """After warm-up: constant, or cosine decay to the last step."""
+    warmup_steps: NonNegativeInt = 0
+    """Inner steps over which it rises linearly."""
+    final_fraction: Share = 0.0
+    """Where cosine ends, as a fraction of the value."""
 
 
 class OuterConfig(Section):
-    """The outer step θ ← θ − lr·(mean Δ + momentum·B) between replicas."""
+    """The outer step between replicas: what is sent when, how it is packed, and what it does."""
 
     interval: NonNegativeInt = 0
     """Inner steps between outer steps (H); 0 is plain data parallelism, without an outer loop."""
-    lr: PositiveFloat = 0.7
+    optimizer: Literal["nesterov", "sgd", "adamw", "muon", "mean"] = "nesterov"
+    """What moves the anchor: mean is to the mean of the replicas; with muon, embeddings, head and
+    norms keep nesterov."""
+    lr: PositiveFloat | None = Field(None, json_schema_extra=_BY_METHOD)
     """Outer learning rate (η)."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.6
-    """Outer Nesterov momentum (μ)."""
+    momentum: Fraction | None = Field(None, json_schema_extra=_BY_METHOD)
+    """Outer momentum (μ); of AdamW the decay of the first moment."""
+    matrix_lr: PositiveFloat = 0.02
+    """Outer learning rate of matrices with optimizer=muon."""
+    adam_beta2: Fraction = 0.99
+    """AdamW's decay of the second moment."""
+    adam_epsilon: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    lr_schedule: ScheduleConfig = ScheduleConfig()
+    """How the outer learning rate changes over the run."""
+    momentum_schedule: ScheduleConfig = ScheduleConfig()
+    """How the outer momentum changes over the run."""
+    fragments: PositiveInt = 1
+    """Parts of the model that are sent one after another, spread over the round (P)."""
+    fragment_order: Order = "contiguous"
+    """Which layers a fragment has: neighbours, or every P-th (strided)."""
+    delay: NonNegativeInt = 0
+    """Inner steps between sending a fragment and applying it (τ), less than interval."""
+    mix: Share = 0.0
+    """Share of the replica's own value that stays when a fragment is applied (α)."""
+    codec: Kind = "fp32"
+    """How pseudogradients are packed between replicas; a single replica sends none."""
+    bits: Literal[2, 4, 8] | None = None
+    """Bits of a value, for linear and statistical."""
+    per_row: bool = False
+    """Measure each row of a matrix for itself, for linear and statistical."""
+    keep: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Fraction of the values that topk keeps."""
+    chunk: PositiveInt | None = None
+    """Values of which topk keeps that fraction; null is a whole matrix."""
+    compress_norms: bool = False
+    """Pack the weights of norms too."""
+    error_feedback: bool = False
+    """Add what packing left out to what is sent next."""
+    error_decay: Share = 0.9
+    """What of it is left a round later (β)."""
+    second_error_feedback: bool = False
+    """The same where the mean is packed."""
+    exchange: Literal["reduce_scatter", "gather"] = "reduce_scatter"
+    """gather sends every replica's codes to all others: more bytes with more replicas."""
+    bad_replica: Literal["stop", "leave_out"] = "stop"
+    """What to do with a replica whose pseudogradient is not finite, or an outlier."""
+    outlier_factor: Annotated[float, Field(gt=1)] | None = None
+    """A norm above so many times the median of all replicas' is an outlier; null: none is."""
+    host_memory: bool = False
+    """Keep anchor, outer momentum and error buffers in pinned host memory, and send from there."""
+    link: LinkConfig = LinkConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> "OuterConfig":
+        make(self.codec, self.bits, self.per_row, self.keep, self.chunk)
+        if self.interval == 0:
+            return self
+        if self.delay >= self.interval:
+            raise ConfigError(
+                f"outer.delay={self.delay} must be less than outer.interval={self.interval}: "
+                "a fragment is applied before it is sent again"
+            )
+        if self.fragments > self.interval:
+            raise ConfigError(
+                f"outer.fragments={self.fragments} must not exceed outer.interval="
+                f"{self.interval}; each is sent after an inner step of its own"
+            )
+        if self.optimizer == "adamw" and self.lr is None:
+            raise ConfigError(
+                "outer.optimizer=adamw needs outer.lr: a step is about as long as it, in every "
+                "weight, and nothing is published for it"
+            )
+        if self.optimizer == "mean" and (self.lr not in (None, 1.0) or self.momentum):
+            raise ConfigError(
+                "outer.optimizer=mean has neither outer.lr nor outer.momentum; leave them out, or "
+                "use outer.optimizer=sgd"
+            )
+        return self

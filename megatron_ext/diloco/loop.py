@@ -1,166 +1,181 @@
 """DiLoCo's outer loop over the inner optimizer's masters.
 
 Every H inner steps each replica sends how far it has moved from the anchor, and all move the anchor
-by the mean (arXiv 2311.08105, algorithm 1; with Muon inside, arXiv 2505.23725). Each rank carries
-the masters that it owns, so a replica sends every parameter once, whatever its layout.
+by the mean (arXiv 2311.08105, algorithm 1; with Muon inside, arXiv 2505.23725). The model may be
+sent in fragments, spread over the round, and a fragment applied some steps after it was sent, so
+that the exchange hides behind inner steps (arXiv 2501.18512). Each rank carries whole units of what
+the replica owns, so a replica sends every parameter once, whatever its layout.
 """
 
-import time
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_ext.blocks import Block
-from megatron_ext.diloco.collective import ReplicaMean
-from megatron_ext.diloco.config import OuterConfig
-from megatron_ext.diloco.outer import NesterovSGD
-from megatron_ext.errors import TrainingError
+from megatron_ext.diloco.background import Background
+from megatron_ext.diloco.config import OuterConfig, ScheduleConfig
+from megatron_ext.diloco.fragment import Fragment
+from megatron_ext.diloco.record import Round
+from megatron_ext.diloco.share import Share
+from megatron_ext.diloco.units import fragments_of, offsets
+from megatron_ext.diloco.wire import Wire
+from megatron_ext.errors import ConfigError
 from megatron_ext.muon.optimizer import InnerOptimizer
-from megatron_ext.muon.views import views
 from megatron_ext.replicas import Replicas
 
-
-@dataclass(frozen=True)
-class Round:
-    """What an outer step did: a line of rounds.jsonl. Norms are of the whole model."""
-
-    round: int  # from 1
-    fragment: int
-    step: int  # inner steps taken so far
-    replicas: int
-    pseudogradient_norm: float  # of the mean
-    cosine: float | None  # between the pseudogradients of two replicas, on average
-    drift: float  # ‖θ_replica − θ‖ / ‖θ‖, on average
-    bytes_sent: int  # by this replica to the others
-    bytes_planned: int
-    seconds: float
-    exposed_seconds: float  # of them, those in which training stood still
+__all__ = ["OuterLoop", "Round"]
 
 
 class OuterLoop:
-    """The anchor, the outer optimizer and the position inside the round, for one rank.
+    """The outer loop as one rank sees it.
 
     Attributes:
-        anchor: flat FP32, laid out as the inner optimizer's masters.
-        mean: the collective between replicas.
-        rounds: outer steps taken.
-        position: inner steps since the last outer step.
+        fragments: in the order in which a round sends them.
     """
 
-    def __init__(self, inner: InnerOptimizer, config: OuterConfig, replicas: Replicas):
+    def __init__(
+        self,
+        inner: InnerOptimizer,
+        config: OuterConfig,
+        replicas: Replicas,
+        steps: int | None = None,
+    ):
+        """Start from the inner optimizer's masters. `steps`: of the run, for schedules that end.
+
+        Collective over the replica.
+        """
+        if config.lr is None or config.momentum is None:
+            raise ConfigError("outer.lr and outer.momentum have no value; give them")
         self._inner = inner
-        self._interval = config.interval
+        self._config = config
         self._replicas = replicas
-        self.mean = ReplicaMean(replicas.link)
-        self.anchor = inner.masters.clone()
-        self.optimizer = NesterovSGD(config.lr, config.momentum)
-        self.optimizer.prepare([self.anchor])
-        self.rounds = 0
-        self.position = 0
+        self._steps = steps
+        self._wire = Wire(replicas.link, config.link)
+        self._background = Background("outer-exchange")
+        names = list(inner.stage.plan.routes)  # of the whole model
+        fragments = fragments_of(names, config.fragments, config.fragment_order)
+        share = Share(inner.blocks, inner.masters, fragments)
+        self.fragments = [
+            Fragment(index, config, share, self._wire, self._background)
+            for index in range(config.fragments)
+        ]
+        self._offsets = offsets(config.interval, config.fragments)
 
-    def step(self, step: int, last: bool = False) -> Round | None:
-        """Call after inner step number `step`; takes the outer step when a round is full.
+    def step(self, step: int, tokens: float = 1.0, last: bool = False) -> list[Round]:
+        """Call after inner step number `step`, in which this replica trained on `tokens`.
 
-        The last step of a run ends its round, however short, so that nothing trained is lost.
+        Sends and applies what is due, and returns what was applied. The last step of a run applies
+        everything, however early, so that nothing trained is lost and all replicas are equal.
 
-        Raises TrainingError naming the replica whose pseudogradient is not finite, before anything
+        Raises TrainingError naming a replica whose pseudogradient cannot be used, before anything
         has changed, and PeerError naming a replica that does not answer.
         """
-        self.position += 1
-        if self.position < self._interval and not last:
-            return None
-        with self._replicas.guard(f"outer step {self.rounds + 1}"):
-            return self._outer_step(step)
+        for fragment in self.fragments:
+            fragment.since += 1
+            fragment.tokens += tokens
+        rounds = sum(fragment.rounds for fragment in self.fragments)
+        with self._replicas.guard(f"outer step {rounds + 1}"):
+            applied = self._finish(step) if last else self._advance(step)
+            if applied:
+                self._inner.write_weights()
+        return applied
 
-    @torch.no_grad()
-    def _outer_step(self, step: int) -> Round:
-        started = time.perf_counter()
-        sent_before = self.mean.bytes_sent
-        delta = self.anchor - self._inner.masters
-        norms, anchor_norm = self._norms(delta)
-        self.mean.reduce(delta)
-        mean_norm = _sum_over_replica(delta.square().sum()).sqrt().item()
-        self.optimizer.step([self.anchor], [delta])
-        self._inner.masters.copy_(self.anchor)
-        self._inner.write_weights()
-        self.rounds += 1
-        self.position = 0
-        sent = self.mean.bytes_sent - sent_before
-        planned = self.mean.planned_bytes(delta.numel())
-        counts = torch.tensor([sent, planned], device=delta.device)
-        sent, planned = _sum_over_replica(counts).tolist()
-        seconds = time.perf_counter() - started
-        return Round(
-            round=self.rounds,
-            fragment=0,
-            step=step,
-            replicas=self.mean.count,
-            pseudogradient_norm=mean_norm,
-            cosine=_cosine(norms, mean_norm),
-            drift=sum(norms) / len(norms) / anchor_norm,
-            bytes_sent=sent,
-            bytes_planned=planned,
-            seconds=seconds,
-            exposed_seconds=seconds,
-        )
+    def settle(self) -> None:
+        """Wait for what is in flight, for a checkpoint; applying it stays due as it was."""
+        with self._replicas.guard("outer exchange"):
+            for fragment in self.fragments:
+                fragment.settle()
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
         """Let the model compute with the anchor inside the block.
 
-        Costs nothing right after an outer step; elsewhere the replica's weights step aside.
+        Costs nothing right after all of it was applied; elsewhere the replica's weights step aside.
         """
-        if self.position == 0:
+        if all(fragment.since == 0 for fragment in self.fragments):
             yield
             return
         own = self._inner.masters.clone()
-        self._write(self.anchor)
+        for fragment in self.fragments:
+            fragment.show()
+        self._inner.write_weights()
         try:
             yield
         finally:
-            self._write(own)
+            self._inner.masters.copy_(own)
+            self._inner.write_weights()
+
+    def gather_scalars(self, values: torch.Tensor) -> torch.Tensor:
+        """A few FP64 scalars [n] of each replica → [K, n]; after what is in flight."""
+        device = self._inner.masters.device
+        gather = self._background.submit(lambda: self._wire.gather(values.to(device)).cpu())
+        return gather.result()
 
     def tensors(self) -> Iterator[tuple[str, Block, torch.Tensor]]:
-        """What a checkpoint holds of it, equal on all replicas: kind, block, view."""
-        (momentum,) = self.optimizer.buffers
-        sizes = [block.size for block in self._inner.blocks]
-        for kind, flat in (("anchor", self.anchor), ("outer_momentum", momentum)):
-            for block, view in zip(self._inner.blocks, views(flat, sizes), strict=True):
-                yield kind, block, view
+        """What a checkpoint holds of it: kind, block, view. `settle` first."""
+        for fragment in self.fragments:
+            yield from fragment.tensors()
 
-    def _write(self, masters: torch.Tensor) -> None:
-        self._inner.masters.copy_(masters)
-        self._inner.write_weights()
+    def counters(self) -> dict[str, Any]:
+        """Plain data for a checkpoint. `settle` first."""
+        return {"fragments": [fragment.counters() for fragment in self.fragments]}
 
-    def _norms(self, delta: torch.Tensor) -> tuple[list[float], float]:
-        """Norm of each replica's pseudogradient, and of the anchor."""
-        squares = torch.stack([delta.square().sum(), self.anchor.square().sum()]).double()
-        of_replicas = _sum_over_replica(self.mean.gather_scalars(squares)).sqrt()
-        norms = of_replicas[:, 0].tolist()
-        bad = [str(index) for index, norm in enumerate(norms) if not norm < float("inf")]
-        if bad:
-            raise TrainingError(
-                f"outer step {self.rounds + 1}: the pseudogradient of replica {', '.join(bad)} is "
-                "not finite; the outer step was not taken. Resume from the last checkpoint"
+    def restore(self, counters: dict[str, Any]) -> None:
+        """Take over what `counters` gave; the tensors are loaded already."""
+        saved = counters["fragments"]
+        if len(saved) != len(self.fragments):
+            raise ConfigError(
+                f"outer.fragments={len(self.fragments)} and was {len(saved)} in the checkpoint; a "
+                "resumed run must go on with the same"
             )
-        return norms, of_replicas[self._replicas.index, 1].item()
+        for fragment, theirs in zip(self.fragments, saved, strict=True):
+            fragment.restore(theirs)
+
+    def _advance(self, step: int) -> list[Round]:
+        """Apply what was sent `delay` steps ago, send what is due."""
+        delay = self._config.delay
+        applied = [
+            self._apply(fragment, step, self._config.mix)
+            for fragment in self.fragments
+            if fragment.sent is not None and step - fragment.sent >= delay
+        ]
+        due = [
+            fragment
+            for fragment, offset in zip(self.fragments, self._offsets, strict=True)
+            if step >= offset and (step - offset) % self._config.interval == 0
+        ]
+        for fragment in due:
+            fragment.send(step)
+        if delay == 0:
+            applied += [self._apply(fragment, step, self._config.mix) for fragment in due]
+        return applied
+
+    def _finish(self, step: int) -> list[Round]:
+        """Apply what is in flight, then a last round of everything, without mixing."""
+        in_flight = [fragment for fragment in self.fragments if fragment.sent is not None]
+        in_flight.sort(key=lambda fragment: fragment.sent)
+        applied = [self._apply(fragment, step, self._config.mix) for fragment in in_flight]
+        changed = [fragment for fragment in self.fragments if fragment.since]
+        for fragment in changed:
+            fragment.send(step)
+        return applied + [self._apply(fragment, step, mix=0.0) for fragment in changed]
+
+    def _apply(self, fragment: Fragment, step: int, mix: float) -> Round:
+        config = self._config
+        lr = config.lr * scheduled(config.lr_schedule, step, self._steps)
+        momentum = config.momentum * scheduled(config.momentum_schedule, step, self._steps)
+        return fragment.apply(step, mix, lr, momentum)
 
 
-def _sum_over_replica(values: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(values)  # the default group is the replica
-    return values
-
-
-def _cosine(norms: list[float], mean_norm: float) -> float | None:
-    """Σ⟨Δi, Δj⟩ / Σ‖Δi‖‖Δj‖ over pairs i ≠ j, which needs no pair's product.
-
-    With two replicas, or equal norms, it is the mean pairwise cosine.
-    """
-    count = len(norms)
-    products = sum(norms) ** 2 - sum(norm**2 for norm in norms)
-    if count == 1 or products == 0:
-        return None
-    return ((count * mean_norm) ** 2 - sum(norm**2 for norm in norms)) / products
+def scheduled(schedule: ScheduleConfig, step: int, steps: int | None) -> float:
+    """The factor of inner step `step` of 1 … `steps`: linear warm-up, then constant or cosine."""
+    if step < schedule.warmup_steps:
+        return step / schedule.warmup_steps
+    if schedule.shape == "constant" or steps is None:
+        return 1.0
+    done = (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps)
+    falling = (1 + math.cos(math.pi * done)) / 2
+    return schedule.final_fraction + (1 - schedule.final_fraction) * falling

@@ -60,8 +60,14 @@ def _train(rank: int, overrides: list[str]) -> dict[str, Any]:
                 for kind, block, tensor in session.inner.tensors()
                 if kind == "master"
             ],
-            "anchor": session.outer.anchor.clone() if session.outer else torch.empty(0),
+            "anchor": _anchor(session.outer),
         }
+
+
+def _anchor(outer) -> torch.Tensor:
+    if outer is None:
+        return torch.empty(0)
+    return torch.cat([fragment.anchor for fragment in outer.fragments])
 
 
 def _text(value: Any) -> str:

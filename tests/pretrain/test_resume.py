@@ -48,6 +48,21 @@ def test_stopping_before_at_and_after_a_rounds_end_and_inside_it_changes_no_bit(
     check_straight_equals_stopped(blend, tmp_path, stops, outer__interval=INTERVAL, **layout)
 
 
+def test_fragments_in_flight_and_error_feedback_resume_bit_for_bit(blend, tmp_path):
+    options = {
+        "parallel__replicas": 2,
+        "outer__interval": INTERVAL,
+        "outer__fragments": 2,
+        "outer__delay": 1,
+        "outer__mix": 0.5,
+        "outer__codec": "linear",
+        "outer__bits": 4,
+        "outer__error_feedback": True,
+        "outer__second_error_feedback": True,
+    }
+    check_straight_equals_stopped(blend, tmp_path, [2, 5, 6], **options)
+
+
 def test_bf16_adamw_on_data_parallel_ranks_resumes_bit_for_bit(blend, tmp_path):
     options = {"train__precision": "bf16", "optimizer__name": "adamw", "parallel__dp": 2}
     check_straight_equals_stopped(blend, tmp_path, [3], **options)

@@ -52,8 +52,7 @@ def train(rank, parallel, model, outer, steps):
                 if kind == "master":
                     move = movement(block.name, block.shape, replicas.index, step)
                     master += move[block.slices]
-            if result := loop.step(step):
-                rounds.append(result)
+            rounds += loop.step(step)
         masters = [(b, t.clone()) for kind, b, t in inner.tensors() if kind == "master"]
         weights = [
             parameter.detach().clone() for c in inner.stage.chunks for parameter in c.parameters()
@@ -132,7 +131,7 @@ def test_replicas_are_bit_equal_after_every_outer_step(layout):
 )
 def test_each_parameter_crosses_once_whatever_the_layout(model, count, layout):
     parallel = ParallelConfig(replicas=count, **layout)
-    outer = OuterConfig(interval=1)
+    outer = OuterConfig(interval=1, lr=0.7, momentum=0.6)
     results = run(train, parallel.world_size, parallel, model, outer, 1)
     numel = sum(torch.Size(shape).numel() for shape in logical_shapes(model).values())
     of_replicas = {index: rounds[0] for index, _, rounds, _, _ in results}
@@ -144,14 +143,19 @@ def test_each_parameter_crosses_once_whatever_the_layout(model, count, layout):
 
 
 def test_one_replica_sends_nothing_and_has_no_cosine():
-    ((_, _, rounds, _, _),) = run(train, 1, ParallelConfig(), MODEL, OuterConfig(interval=2), 4)
+    ((_, _, rounds, _, _),) = run(
+        train, 1, ParallelConfig(), MODEL, OuterConfig(interval=2, lr=0.7, momentum=0.6), 4
+    )
     assert [result.bytes_sent for result in rounds] == [0, 0]
     assert [result.cosine for result in rounds] == [None, None]
     assert [(result.round, result.step) for result in rounds] == [(1, 2), (2, 4)]
 
 
 def test_the_records_say_how_far_replicas_are_apart():
-    parallel, outer = ParallelConfig(replicas=2, tp=2), OuterConfig(interval=2)
+    parallel, outer = (
+        ParallelConfig(replicas=2, tp=2),
+        OuterConfig(interval=2, lr=0.7, momentum=0.6),
+    )
     results = run(train, 4, parallel, MODEL, outer, 2)
     shapes = logical_shapes(MODEL)
     deltas = [
@@ -183,7 +187,7 @@ def look(rank, parallel, outer):
         with loop.global_weights():
             seen = [p.detach().clone() for chunk in inner.stage.chunks for p in chunk.parameters()]
         after = [p.detach().clone() for chunk in inner.stage.chunks for p in chunk.parameters()]
-        loop.position = 1
+        loop.fragments[0].since = 1
         with loop.global_weights():
             anchor = [p.detach().clone() for c in inner.stage.chunks for p in c.parameters()]
         back = [p.detach().clone() for chunk in inner.stage.chunks for p in chunk.parameters()]
@@ -192,7 +196,7 @@ def look(rank, parallel, outer):
 
 def test_global_weights_are_the_anchor_and_the_replicas_own_come_back():
     for own, seen, after, anchor, back in run(
-        look, 4, ParallelConfig(replicas=2, dp=2), OuterConfig(interval=5)
+        look, 4, ParallelConfig(replicas=2, dp=2), OuterConfig(interval=5, lr=0.7, momentum=0.6)
     ):
         for left, right in zip(own, seen, strict=True):
             assert torch.equal(left, right)  # position 0: the weights are the anchor's, no swap
@@ -212,11 +216,17 @@ def diverge(rank, parallel, outer):
             inner.masters[3] = float("inf")
         with pytest.raises(TrainingError) as caught:
             loop.step(1)
-        return str(caught.value), bool(loop.anchor.isfinite().all()), loop.rounds
+        return (
+            str(caught.value),
+            bool(loop.fragments[0].anchor.isfinite().all()),
+            loop.fragments[0].rounds,
+        )
 
 
 def test_a_replica_that_is_not_finite_is_named_before_it_spreads():
-    results = run(diverge, 4, ParallelConfig(replicas=2, tp=2), OuterConfig(interval=1))
+    results = run(
+        diverge, 4, ParallelConfig(replicas=2, tp=2), OuterConfig(interval=1, lr=0.7, momentum=0.6)
+    )
     for message, finite, rounds in results:
         assert "outer step 1: the pseudogradient of replica 1 is not finite" in message
         assert finite
