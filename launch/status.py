@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.folders import read_latest
-from megatron_ext.errors import ConfigError
-from pretrain import exit, yaml_subset
+from pretrain import exit
+from pretrain.run_folder import RunFolder
 
 _ERROR = "error: "
 # What ranks say that only saw another one fail.
@@ -39,22 +39,11 @@ class Status:
     failure: Failure | None  # of the newest attempt under a batch script
 
 
-class Parser(argparse.ArgumentParser):
-    """Its errors are one line."""
-
-    error = exit.Parser.error
-
-    def parse(self, arguments: list[str]) -> argparse.Namespace:
-        """The options."""
-        return self.parse_args(arguments)
-
-
-def parser() -> Parser:
+def parser() -> exit.CommandParser:
     """The command line of `launch status`."""
-    parser = Parser(prog="python -m launch status", description=__doc__)
+    parser = exit.CommandParser(prog="python -m launch status", description=__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
@@ -79,31 +68,23 @@ def run(options: argparse.Namespace) -> None:
 
 def status_of(run_dir: Path) -> Status:
     """Read the status from a run's folder."""
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir} is no run's folder: there is no config.yaml in it")
-    train = yaml_subset.read(run_dir / "config.yaml")["train"]
-    metrics = run_dir / "metrics.jsonl"
-    last = _last_line(metrics) or {}
-    age = time.time() - metrics.stat().st_mtime if last else None
+    folder = RunFolder(run_dir)
+    last = _last(folder.records("metrics")) or {}
+    age = time.time() - (run_dir / "metrics.jsonl").stat().st_mtime if last else None
     return Status(
         step=last.get("step", 0),
-        steps=train["steps"],
+        steps=folder.config()["train"]["steps"],
         loss=last.get("loss"),
         tokens_per_second=last.get("tokens_per_second"),
         seconds_since=age,
         checkpoint=read_latest(run_dir / "checkpoints"),
-        event=_last_line(run_dir / "events.jsonl"),
+        event=_last(folder.records("events")),
         failure=_failure(run_dir / "slurm"),
     )
 
 
-def _last_line(path: Path) -> dict[str, Any] | None:
-    """The last whole line; a run may be writing the next one."""
-    if not path.is_file():
-        return None
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    return json.loads(whole[-1]) if whole else None
+def _last(records: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return records[-1] if records else None
 
 
 def _failure(folder: Path) -> Failure | None:

@@ -13,6 +13,10 @@ def main(arguments: list[str]) -> int:
         from pretrain import checkpoint
 
         return checkpoint.main(arguments[1:])
+    if arguments[:1] == ["report"]:
+        from pretrain.report import command
+
+        return command.main(arguments[1:])
     if arguments[:1] == ["verify-resume"]:
         from pretrain import verify_resume
 

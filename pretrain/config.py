@@ -26,6 +26,7 @@ __all__ = [
     "allowed",
     "check_machine",
     "fields",
+    "flatten",
     "load",
     "recipe_names",
     "schema_of",
@@ -45,7 +46,7 @@ class Resolved:
 
     def leaves(self) -> Iterator[tuple[str, Any, str]]:
         """(key, value, origin) of every option, in the order of the sections."""
-        values = dict(_flatten(self.config.model_dump()))
+        values = dict(flatten(self.config.model_dump()))
         return ((key, values[key], self.origins[key]) for key in fields())
 
 
@@ -122,7 +123,7 @@ def _read_recipe(name: str, base: Path, ancestors: tuple[Path, ...]) -> dict[str
     for key, value in tree.items():
         if key in sections and not isinstance(value, dict):
             raise ConfigError(f"{path}: {key} is a section; write its keys indented below it")
-    for key, value in _flatten(tree):
+    for key, value in flatten(tree):
         _check_known(key, f"{path}: ")
         given[key] = _Given(value, origin)
     return given
@@ -174,10 +175,11 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of each leaf."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -262,7 +264,7 @@ def allowed(schema: Mapping[str, Any]) -> str:
 
 
 def _origins(config: RunConfig, given: Mapping[str, _Given]) -> dict[str, str]:
-    values = dict(_flatten(config.model_dump()))
+    values = dict(flatten(config.model_dump()))
     origins = {}
     for key, field in fields().items():
         if key in given and given[key].value is not None:

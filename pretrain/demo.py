@@ -4,7 +4,6 @@ Text → tokenizer → indexed binaries → MuLoCo on two replicas of two tensor
 and resumed on the way → the same tokens with data parallelism → a table of what came out.
 """
 
-import json
 import shutil
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from pretrain import exit
 from pretrain.data import BlendFile
+from pretrain.run_folder import RunFolder
 
 FOLDER = Path("demo")
 CORPUS, TOKENIZER, TOKENS = FOLDER / "corpus", FOLDER / "tokenizer.model", FOLDER / "tokens"
@@ -95,11 +95,11 @@ def _table() -> Table:
 
 
 def _column(run: Path) -> dict[str, str]:
-    validation, metrics = _lines(run, "validation"), _lines(run, "metrics")
-    start = next(event for event in _lines(run, "events") if event["event"] == "start")
-    rounds = run / "rounds.jsonl"
-    if rounds.exists():
-        sent = sum(line["bytes_sent"] for line in _lines(run, "rounds"))
+    folder = RunFolder(run)
+    validation, metrics = folder.records("validation"), folder.records("metrics")
+    start = next(event for event in folder.records("events") if event["event"] == "start")
+    if rounds := folder.records("rounds"):
+        sent = sum(line["bytes_sent"] for line in rounds)
     else:
         sent = start["data_parallel_bytes_per_step"] * metrics[-1]["step"]
     speed = metrics[-1]["tokens"] / sum(line["seconds"] for line in metrics)
@@ -110,10 +110,6 @@ def _column(run: Path) -> dict[str, str]:
         "tokens/s, outer steps included": f"{speed:,.0f}",
         "sent by each to the other, MB": f"{sent / 1e6:,.1f}",
     }
-
-
-def _lines(run: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
 
 
 def _unigram_entropy() -> float:

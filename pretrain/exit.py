@@ -7,21 +7,35 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_ext.errors import StackError
 
 INTERRUPTED = 130
 
 
-class Parser(argparse.ArgumentParser):
-    """Parser of `RECIPE [key=value …] [--options]`, in any order, whose errors are one line."""
+class CommandParser(argparse.ArgumentParser):
+    """Parser of a command line, whose errors are one line."""
+
+    def __init__(self, prog: str, description: str, **more: Any):
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=description, formatter_class=formatter, **more)
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def parse(self, arguments: list[str]) -> argparse.Namespace:
+        """The options."""
+        return self.parse_args(arguments)
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit code 2."""
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+class Parser(CommandParser):
+    """Parser of `RECIPE [key=value …] [--options]`, in any order."""
 
     def __init__(self, prog: str, description: str):
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=prog, description=description, formatter_class=formatter)
-        self.usage = f"{prog} RECIPE [key=value …] [options]"
-        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        super().__init__(prog, description, usage=f"{prog} RECIPE [key=value …] [options]")
         self.add_argument("recipe_and_overrides", nargs="*", help=argparse.SUPPRESS)
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
@@ -31,10 +45,6 @@ class Parser(argparse.ArgumentParser):
             self.error("RECIPE is missing")
         options.recipe, *options.overrides = options.recipe_and_overrides
         return options
-
-    def error(self, message: str) -> NoReturn:
-        """End with exit code 2."""
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
 def run(command: Callable[[], None], debug: bool = False) -> int:

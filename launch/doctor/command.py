@@ -19,24 +19,13 @@ _SIGNS = {"ok": "[green]ok[/]", "missing": "[yellow]--[/]", "bad": "[red]bad[/]"
 _WIDTH = 110
 
 
-class Parser(argparse.ArgumentParser):
-    """Its errors are one line."""
-
-    error = exit.Parser.error
-
-    def parse(self, arguments: list[str]) -> argparse.Namespace:
-        """The options."""
-        return self.parse_args(arguments)
-
-
-def parser() -> Parser:
+def parser() -> exit.CommandParser:
     """The command line of `launch doctor`."""
-    parser = Parser(prog="python -m launch doctor", description=__doc__)
+    parser = exit.CommandParser(prog="python -m launch doctor", description=__doc__)
     add = parser.add_argument
     add("--run-dir", type=Path, default=Path("runs"), help="where runs will live (default runs)")
     add("--node", action="store_true", help="health of a node alone: GPUs and what links them")
     add("--json", action="store_true", help="print JSON")
-    add("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
