@@ -9,11 +9,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import torch
 
 from launch.processes import Exit, RankProcesses
+from megatron_ext.checkpoint.folders import read_latest
 from megatron_ext.errors import ConfigError, PeerError, StackError
 from megatron_ext.replicas import ParallelConfig
 from pretrain import exit
@@ -71,7 +73,14 @@ def launch(resolved: Resolved, arguments: list[str], debug: bool, verifies: bool
     from pretrain.verify_optimizer import verify_optimizer
 
     task = verify_optimizer if verifies else train
-    supervise(partial(task, resolved), resolved.config.parallel, debug)
+    try:
+        supervise(partial(task, resolved), resolved.config.parallel, debug)
+    except RankFailure as failure:
+        if verifies or failure.exit_code != 128 + signal.SIGINT:
+            raise
+        latest = read_latest(Path(resolved.config.run.dir) / "checkpoints")
+        where = f"goes on from {latest}" if latest else "starts anew: no checkpoint was written"
+        raise RankFailure(f"{failure}; the same command {where}", failure.exit_code) from None
 
 
 def _replace_by_torchrun(resolved: Resolved, arguments: list[str], debug: bool) -> None:

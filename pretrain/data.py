@@ -54,6 +54,8 @@ class BlendFile:
 
     def __init__(self, path: Path):
         """Raises ConfigError if there is no such file, DataError for what is wrong with it."""
+        if path.is_dir():
+            raise ConfigError(f"data.blend={path} is a folder; give {path / 'blend.yaml'}")
         if not path.is_file():
             raise ConfigError(
                 f"data.blend={path} is not there; `python -m data_prep tokenize` writes it"

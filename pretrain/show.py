@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ext.model.logical import parameter_count
-from pretrain.config import Resolved, allowed, fields, recipe_names, schema_of
+from pretrain.config import Resolved, RunConfig, allowed, fields, recipe_names, schema_of
 from pretrain.yaml_subset import dump
 
 MIN_WIDTH_OF_PURPOSE = 120
@@ -54,7 +54,11 @@ def print_table(resolved: Resolved) -> None:
 def help_text() -> str:
     """Every option with what it may be, its default and its purpose."""
     lines = [USAGE.format(recipes=", ".join(recipe_names())).strip("\n")]
+    section = ""
     for key, field in fields().items():
+        if (name := key.split(".")[0]) != section and "." in key:
+            section = name
+            lines.append(f"\n{section}: {RunConfig.model_fields[section].annotation.__doc__}")
         if derived := (field.json_schema_extra or {}).get("derived"):
             default = f"default {derived}"
         elif field.is_required():

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -241,6 +242,27 @@ def test_rank_killed_in_mid_training_ends_the_run_with_its_name(tmp_path, capfd)
     assert children_left() == []
 
 
+def test_interrupt_says_where_the_same_command_goes_on(tmp_path, capfd):
+    run = tmp_path / "run"
+    values = SMALL | {"data.blend": write_corpus(tmp_path), "run.dir": run, "train.steps": 10_000}
+    arguments = [f"{key}={value}" for key, value in (values | {"checkpoint.every": 3}).items()]
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while not (run / "checkpoints/latest").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert launch.main(["local", "demo", *arguments]) == 130
+    thread.join()
+    latest = (run / "checkpoints/latest").read_text().strip()
+    error = capfd.readouterr().err
+    assert error == f"error: stopped by SIGINT; the same command goes on from {latest}\n"
+    assert children_left() == []
+
+
 def _kill_when_training(folder: Path) -> None:
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and metrics.read_text().count("\n") > 4:
@@ -260,6 +282,7 @@ def _kill_when_training(folder: Path) -> None:
         (launch, ["slurm", "demo", "--store", "a:1"], "it needs --separate"),
         (launch, ["slurm", "15b", "--gpus-per-node", "7"], "do not fill nodes"),
         (pretrain, ["dmo"], "did you mean demo?"),
+        (pretrain, ["chekpoint", "verify", "runs/a"], "did you mean checkpoint?"),
         (pretrain, ["demo", "--replicas", "2"], "unrecognized arguments: --replicas 2"),
     ],
 )

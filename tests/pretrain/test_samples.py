@@ -10,6 +10,7 @@ from megatron_ext import host
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.replicas import initialize_megatron, join
 from pretrain.config import load
+from pretrain.data import BlendFile
 from pretrain.samples import Samples
 from tests.pretrain.corpus import write_corpus
 from tests.pretrain.runs import SMALL
@@ -97,6 +98,12 @@ def edit(blend, change):
 def test_a_blend_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.blend=.*nowhere\.yaml is not there; `python -m"):
         run(read, 1, options(tmp_path / "nowhere.yaml", tmp_path), [1])
+
+
+def test_folder_in_place_of_its_blend_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"is a folder; give .*tokens/blend\.yaml"):
+        (tmp_path / "tokens").mkdir()
+        BlendFile(tmp_path / "tokens")
 
 
 def test_a_prefix_that_is_not_there_is_named(tmp_path):
