@@ -112,8 +112,7 @@ class Session:
 
     def validate(self) -> None:
         """Measure and write down the loss of the global weights on held-out text."""
-        batches = self.config.validation.batches
-        loss = global_loss(self.engine, self.samples, self.outer, batches)
+        loss = global_loss(self, self.config.validation.batches)
         if self._speaks:
             self._log.validation(self.state.step, self.tokens, loss, "global")
             self._display.say(f"step {self.state.step}: held-out loss {loss:.4f} (global weights)")

@@ -90,6 +90,12 @@ class RunConfig(Section):
         _check_pipeline(self)
         _check_batch(self)
         _check_schedule(self)
+        decay = self.optimizer.averaging.decay
+        if self.outer.interval and decay:
+            raise ConfigError(
+                f"optimizer.averaging.decay={decay} with outer.interval={self.outer.interval}: "
+                "primal averaging takes the outer step's place; set one of them to 0"
+            )
         if self.outer.interval == 0 and self.parallel.replicas > 1:
             raise ConfigError(
                 f"parallel.replicas={self.parallel.replicas} needs outer.interval of at least 1; "

@@ -1,6 +1,5 @@
 """Loss of the global weights on held-out text."""
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,9 +8,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from megatron_ext.config import Section
 
 if TYPE_CHECKING:
-    from megatron_ext.diloco.loop import OuterLoop
-    from pretrain.engine import Engine
-    from pretrain.samples import Samples
+    from pretrain.session import Session
 
 
 class ValidationConfig(Section):
@@ -23,11 +20,10 @@ class ValidationConfig(Section):
     """Global batches of held-out text in one validation."""
 
 
-def global_loss(
-    engine: "Engine", samples: "Samples", outer: "OuterLoop | None", batches: int
-) -> float:
+def global_loss(session: "Session", batches: int) -> float:
     """Mean loss per token of the global weights; replicas share the batches."""
-    with outer.global_weights() if outer else nullcontext():
+    engine, samples, outer = session.engine, session.samples, session.outer
+    with (outer or session.inner).global_weights():
         sums = [
             engine.evaluate(samples.micro_batches(batch, "validation"))
             for batch in range(1, batches + 1)

@@ -149,7 +149,7 @@ def _rank_memory(
         weights=weight_bytes * held,
         gradients=_FP32 * held,
         masters=_FP32 * owned,
-        optimizer=_FP32 * (matrices + 2 * rest),
+        optimizer=_FP32 * (matrices + 2 * rest + owned * bool(config.optimizer.averaging.decay)),
         anchor=outer,
         outer_momentum=outer,
         error_feedback=error_feedback,
@@ -161,11 +161,11 @@ def _rank_memory(
 
 def _outer_bytes(config: RunConfig, owned: int, on_gpu: bool) -> tuple[int, int]:
     """Of the anchor, which is also the size of the outer momentum, and of error feedback."""
-    options = config.outer.model_dump()
-    elsewhere = on_gpu and options.get("host_memory", False)
-    if not config.outer.interval or elsewhere:
+    options = config.outer
+    if not options.interval or (on_gpu and options.host_memory):
         return 0, 0
-    return _FP32 * owned, _FP32 * owned * options.get("error_feedback", False)
+    legs = options.error_feedback + options.second_error_feedback
+    return _FP32 * owned, _FP32 * owned * legs
 
 
 def owned_numels(plan: StagePlan, tp_rank: int, dp_rank: int) -> tuple[int, int]:

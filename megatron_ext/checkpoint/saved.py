@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import load as load_tensors
 from megatron_ext.checkpoint import folders, index, manifest
 from megatron_ext.checkpoint.agreement import describe
 from megatron_ext.checkpoint.saving import COUNTERS, SHARED, replica_folder
-from megatron_ext.checkpoint.state import MASTER_KIND, RANDOM_KIND
+from megatron_ext.checkpoint.state import AVERAGE_KIND, MASTER_KIND, RANDOM_KIND
 from megatron_ext.checkpoint.storage import each_rank_by_itself
 from megatron_ext.errors import DataError
 
@@ -52,11 +52,13 @@ class Saved:
 
     @property
     def global_folder(self) -> tuple[str, str]:
-        """Folder and kind of the global weights: the anchor, or without one the masters."""
+        """Folder and kind of the global weights: the anchor, GPA's average, or the masters."""
         anchor = f"{SHARED}/anchor"
         if anchor in self.folders:
             return anchor, "anchor"
-        return replica_folder(0), MASTER_KIND
+        folder = replica_folder(0)
+        kinds = {key.split(".")[0] for key in self.entries(folder)}
+        return folder, AVERAGE_KIND if AVERAGE_KIND in kinds else MASTER_KIND
 
     def counters(self, replica: int = 0) -> dict[str, Any]:
         """What a replica counted: step, position in the round, identity, …"""

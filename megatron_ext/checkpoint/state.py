@@ -16,6 +16,9 @@ RESIDUAL_KINDS = ("error_feedback", "second_error")
 # FP32 weights as a replica trains them.
 MASTER_KIND = "master"
 
+# GPA's average of them: what such a run is judged by.
+AVERAGE_KIND = "average"
+
 # Key prefix of the random states in a replica's folder, which no layout change can carry over.
 RANDOM_KIND = "rng"
 

@@ -42,6 +42,17 @@ class Rule(Section):
         return self
 
 
+class AveragingConfig(Section):
+    """Primal averaging (GPA, arXiv 2512.17131): an average x follows the weights z that the
+    optimizer steps; the model trains between them, at y = mix·x + (1 − mix)·z, and is validated and
+    exported at x."""
+
+    decay: Fraction = 0.0
+    """x ← decay·x + (1 − decay)·z after each step (μ_x; published 0.9967); 0 turns it off."""
+    mix: Fraction = 0.7
+    """Share of x in what is trained (μ_y)."""
+
+
 class OptimizerConfig(Section):
     """Muon for the matrices of the layers and AdamW for the rest, or AdamW for all."""
 
@@ -91,7 +102,7 @@ class OptimizerConfig(Section):
     """AdamW's decay of the second moment."""
     adam_epsilon: PositiveFloat = 1e-8
     """AdamW's epsilon."""
-
+    averaging: AveragingConfig = AveragingConfig()
     self_check: bool = False
     """Before training, compare a step on random gradients with the float64 reference."""
 

@@ -94,12 +94,12 @@ class Elementwise:
             groups.setdefault((route.lr_factor, route.weight_decay), []).append(index)
         return groups
 
-    def scatter_weights(self) -> Callable[[], None]:
-        """Set the weights in place, and start to send vectors to the other tensor ranks."""
-        masters = self._split(self.masters)
-        copy_all([self._view(self._stage.weight, place) for place in self._places], masters)
+    def scatter(self, values: torch.Tensor) -> Callable[[], None]:
+        """Set the weights to values, flat as the masters; vectors travel to other tensor ranks."""
+        parts = self._split(values)
+        copy_all([self._view(self._stage.weight, place) for place in self._places], parts)
         stage, rank = self._stage, self._stage.tp_group.rank()
-        owned = masters[len(masters) - len(self._vectors) :] if rank == 0 else []
+        owned = parts[len(parts) - len(self._vectors) :] if rank == 0 else []
         everyone = range(stage.plan.tp)
         weights = [stage.weight(unit.parameter) for unit in self._vectors]
         return exchange(

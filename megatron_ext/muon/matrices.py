@@ -69,10 +69,10 @@ class MatrixBatch:
             add=True,
         )
 
-    def scatter_weights(self) -> Callable[[], None]:
-        """Start to send the masters, cast to the model's dtype, to where the weights lie."""
+    def scatter(self, values: torch.Tensor) -> Callable[[], None]:
+        """Start to send values, flat as the masters, to where the weights lie, in their dtype."""
         return exchange(
-            self._at_home(self._masters),
+            self._at_home(values),
             self._lying_here(self._stage.weight),
             self._stage.weight_dtype,
             self._stage.device,

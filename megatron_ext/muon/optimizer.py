@@ -7,6 +7,8 @@ momentum and moments live once in a replica; the weights that the model computes
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ class InnerOptimizer:
     Attributes:
         blocks: what this rank owns: whole matrices, then the rest.
         masters: FP32, all blocks one after another in one flat tensor.
+        average: GPA's x, flat like the masters, which are its z; None without averaging.
         steps: steps taken, for AdamW's bias correction.
     """
 
@@ -51,6 +54,7 @@ class InnerOptimizer:
         self.blocks = self._whole + self._rest.blocks
         masters = [initial(block).flatten() for block in self.blocks]
         self.masters = torch.cat(masters or [torch.empty(0)]).to(stage.device)
+        self.average = self.masters.clone() if config.averaging.decay else None
         matrices_numel = total_numel([block.size for block in self._whole])
         self.momentum = torch.zeros_like(self.masters[:matrices_numel])
         self._rest.bind(self.masters[matrices_numel:])
@@ -70,6 +74,9 @@ class InnerOptimizer:
             moments = self._moment.split([sum(s[0] for s in of_batch) for of_batch in shapes])
         for batch, *state in zip(self._batches, masters, momenta, moments, strict=True):
             batch.bind(*state)
+        ends = list(accumulate([*sizes, self._rest.masters.numel()], initial=0))
+        # Where each part's blocks lie in the masters.
+        self._stretches = [slice(*pair) for pair in pairwise(ends)]
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
@@ -80,35 +87,70 @@ class InnerOptimizer:
         """
         norm = self._clip()
         self.steps += 1
+        *stretches, rest = self._stretches
         arrivals = [batch.gather_gradients(self.config) for batch in self._batches]
         self._rest.update(lr, self.steps, self.config)
-        departures = [self._rest.scatter_weights()]
-        for batch, arrived in zip(self._batches, arrivals, strict=True):
+        departures = [self._rest.scatter(self._follow(rest))]
+        for batch, arrived, stretch in zip(self._batches, arrivals, stretches, strict=True):
             arrived()
             batch.update(lr, self.config)
-            departures.append(batch.scatter_weights())
+            departures.append(batch.scatter(self._follow(stretch)))
         for delivered in departures:
             delivered()
         self.stage.gather_weights(at_once=False)
         return norm
 
-    @torch.no_grad()
     def write_weights(self) -> None:
         """Make the model's weights follow from the masters, after these were changed."""
-        departures = [part.scatter_weights() for part in (self._rest, *self._batches)]
+        self._write(self._trained)
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """Let the model compute inside the block with what it is judged by: GPA's average."""
+        if self.average is None:
+            yield
+            return
+        average = self.average
+        self._write(lambda stretch: average[stretch])
+        try:
+            yield
+        finally:
+            self.write_weights()
+
+    @torch.no_grad()
+    def _write(self, values: Callable[[slice], torch.Tensor]) -> None:
+        *stretches, rest = self._stretches
+        departures = [self._rest.scatter(values(rest))]
+        for batch, stretch in zip(self._batches, stretches, strict=True):
+            departures.append(batch.scatter(values(stretch)))
         for delivered in departures:
             delivered()
         self.stage.gather_weights(at_once=True)
 
+    def _follow(self, stretch: slice) -> torch.Tensor:
+        """After the masters' step: let the average follow; returns what is trained next."""
+        if self.average is not None:
+            self.average[stretch].lerp_(self.masters[stretch], 1 - self.config.averaging.decay)
+        return self._trained(stretch)
+
+    def _trained(self, stretch: slice) -> torch.Tensor:
+        """What the model is trained at: the masters, or a point between them and the average."""
+        if self.average is None:
+            return self.masters[stretch]
+        return self.masters[stretch].lerp(self.average[stretch], self.config.averaging.mix)
+
     def tensors(self) -> Iterator[tuple[str, Block, torch.Tensor]]:
         """Everything that a checkpoint holds of it: kind, block, and a view of the block's size."""
-        for kind, flat, blocks in (
+        kinds = [
             ("master", self.masters, self.blocks),
             ("momentum", self.momentum, self._whole),
             ("normuon_moment", self._moment, self._moment_blocks),
             ("exp_avg", self._rest.exp_avg, self._rest.blocks),
             ("exp_avg_sq", self._rest.exp_avg_sq, self._rest.blocks),
-        ):
+        ]
+        if self.average is not None:
+            kinds.append(("average", self.average, self.blocks))
+        for kind, flat, blocks in kinds:
             for block, view in zip(blocks, views(flat, [b.size for b in blocks]), strict=True):
                 yield kind, block, view
 

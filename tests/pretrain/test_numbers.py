@@ -1,5 +1,7 @@
 """A whole MuLoCo run by hand: float64, whole tensors, one process; and what the run reported."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -90,15 +92,53 @@ class ByHand:
                 replica.weights[name] = anchor.clone()
 
 
-def test_a_muloco_run_reports_what_it_gives_by_hand(tmp_path):
+def data_of(tmp_path, options: dict) -> tuple[RunConfig, Path, Tokens, Tokens]:
+    """A run's configuration, its blend, and what it trains on and is judged by."""
     blend = write_corpus(tmp_path, held_out=80)
-    overrides = [f"{k}={v}" for k, v in (SMALL | {"data.blend": blend} | OPTIONS).items()]
-    ((steps, held_out),) = run(read, 1, [*overrides, f"run.dir={tmp_path / 'read'}"])
+    values = SMALL | {"data.blend": blend, "run.dir": tmp_path / "read"} | options
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    ((steps, held_out),) = run(read, 1, overrides)
+    return load("demo", overrides).config, blend, steps, held_out
+
+
+def test_primal_averaging_trains_at_one_point_and_is_judged_at_another(tmp_path):
+    """GPA by hand: z is stepped with the gradient at y, and x, which follows z, is judged."""
+    own = {"outer.interval": 0, "optimizer.averaging.decay": 0.5, "optimizer.averaging.mix": 0.7}
+    options = OPTIONS | own
+    config, blend, steps, held_out = data_of(tmp_path, options)
+    train(
+        blend,
+        tmp_path / "run",
+        parallel__tp=2,
+        **{key.replace(".", "__"): value for key, value in options.items()},
+    )
+    metrics, validation = (lines(tmp_path / "run", name) for name in ("metrics", "validation"))
+
+    weights = {
+        name: draw(name, config.model, config.train.seed).double()
+        for name in logical_shapes(config.model)
+    }
+    stepped = Reference(weights, route_all(config.model, config.optimizer), config.optimizer)
+    average = {name: weight.clone() for name, weight in weights.items()}
+    for line, batch in zip(metrics, steps, strict=True):
+        between = {n: 0.7 * average[n] + 0.3 * stepped.weights[n] for n in average}
+        between = {name: weight.requires_grad_() for name, weight in between.items()}
+        loss = loss_of(between, config, [batch])
+        gradients = torch.autograd.grad(loss, list(between.values()))
+        stepped.step(dict(zip(between, gradients, strict=True)), line["lr"])
+        average = {n: (average[n] + stepped.weights[n]) / 2 for n in average}
+        assert line["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        if line["step"] % 2 == 0:
+            expected = loss_of(average, config, held_out).item()
+            assert validation[line["step"] // 2]["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_muloco_run_reports_what_it_gives_by_hand(tmp_path):
+    config, blend, steps, held_out = data_of(tmp_path, OPTIONS)
     options = {key.replace(".", "__"): value for key, value in OPTIONS.items()}
     train(blend, tmp_path / "run", parallel__replicas=REPLICAS, parallel__tp=2, **options)
     metrics = lines(tmp_path / "run", "metrics")
     validation = lines(tmp_path / "run", "validation")
-    config = load("demo", [*overrides, f"run.dir={tmp_path}"]).config
     lr = config.optimizer.lr
     rates = [lr / 2, lr, lr * (0.1 + 0.9 / 2), lr * 0.1]  # two of warm-up, then half a cosine
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_ext.checkpoint.saved import Saved
 from megatron_ext.errors import ConfigError
 from tests.pretrain.corpus import write_corpus
 from tests.pretrain.runs import lines, train
@@ -66,6 +67,13 @@ def test_fragments_in_flight_and_error_feedback_resume_bit_for_bit(blend, tmp_pa
 def test_bf16_adamw_on_data_parallel_ranks_resumes_bit_for_bit(blend, tmp_path):
     options = {"train__precision": "bf16", "optimizer__name": "adamw", "parallel__dp": 2}
     check_straight_equals_stopped(blend, tmp_path, [3], **options)
+
+
+def test_primal_averaging_resumes_bit_for_bit(blend, tmp_path):
+    options = {"optimizer__averaging__decay": 0.9, "parallel__tp": 2}
+    check_straight_equals_stopped(blend, tmp_path, [3], **options)
+    saved = Saved(tmp_path / "straight/checkpoints/step-00000010")
+    assert saved.global_folder == ("replica-0", "average")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from megatron_ext.model.config import ModelConfig
 from megatron_ext.model.gpt import build
 from megatron_ext.model.initialize import draw
 from megatron_ext.model.logical import describe, kind_of, logical_shapes
-from megatron_ext.muon.config import OptimizerConfig, Rule
+from megatron_ext.muon.config import AveragingConfig, OptimizerConfig, Rule
 from megatron_ext.muon.optimizer import InnerOptimizer
 from megatron_ext.muon.reference import Reference
 from megatron_ext.muon.routing import route_all
@@ -178,6 +178,62 @@ def test_adamw_alone_follows_the_reference(layout):
 def test_a_tied_embedding_is_owned_once_and_reaches_the_last_stage(layout):
     config = OptimizerConfig(name="muon", lr=LR, arithmetic="fp32")
     check(LAYOUTS[layout], config, MODEL.model_copy(update={"tie_head": True}), 0.9999)
+
+
+def train_averaged(rank, parallel, config):
+    """After some steps: owned (z, x), and what the model is trained at and judged by."""
+    with join(parallel, 30):
+        optimizer = make(rank, parallel, config)
+        for step in range(STEPS):
+            put_gradients(optimizer, step)
+            optimizer.step(LR)
+        kinds = {"master": {}, "average": {}}
+        for kind, block, tensor in optimizer.tensors():
+            if kind in kinds:
+                kinds[kind][block] = tensor.clone()
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+
+        def weights():
+            return [
+                (segment, optimizer.stage.weight(index)[segment.local_slices].clone())
+                for index, parameter in enumerate(optimizer.stage.plan.parameters)
+                for segment in parameter.segments_of(tp_rank)
+            ]
+
+        trained = weights()
+        with optimizer.global_weights():
+            judged = weights()
+        return kinds["master"], kinds["average"], trained, judged, weights()
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+@pytest.mark.parametrize("layout", ["one", "tp2 dp2", "pp2"])
+def test_primal_averaging_follows_its_definition(layout, name):
+    averaging = AveragingConfig(decay=0.6, mix=0.7)
+    config = OptimizerConfig(name=name, lr=LR, arithmetic="fp32", averaging=averaging)
+    parallel = ParallelConfig(**LAYOUTS[layout])
+    shapes = logical_shapes(MODEL)
+    slow = Reference({n: draw(n, MODEL, SEED) for n in shapes}, route_all(MODEL, config), config)
+    z = slow.weights
+    x = {name: weight.clone() for name, weight in z.items()}
+    for step in range(STEPS):
+        slow.step({n: gradient_of(n, s, step) for n, s in shapes.items()}, LR)
+        x = {n: 0.6 * x[n] + 0.4 * z[n] for n in x}
+    y = {n: 0.7 * x[n] + 0.3 * z[n] for n in x}
+    close = {"rtol": 1e-4, "atol": 2e-5}
+    for masters, averages, trained, judged, after in run(
+        train_averaged, parallel.world_size, parallel, config
+    ):
+        for block in masters:
+            torch.testing.assert_close(
+                averages[block].double(), x[block.name][block.slices], **close
+            )
+        for expected, weights in ((y, trained), (x, judged), (y, after)):
+            for segment, weight in weights:
+                right = expected[segment.name][segment.slices]
+                torch.testing.assert_close(weight.double(), right, **close)
+        for (_, before), (_, then) in zip(trained, after, strict=True):
+            assert torch.equal(before, then)
 
 
 def test_bf16_weights_are_the_rounded_masters():
