@@ -2,6 +2,8 @@
 
 A recipe is a YAML file. It may build on another one with `extends: NAME or PATH`. Its sections and
 keys are those of `RunConfig`; a key that is not there is refused with the nearest one that is.
+`RECIPE+METHOD` lays a method over a recipe: a file in recipes/methods, whose `inner` says which
+inner optimizer it is about. AdamW's values for RECIPE are those of the recipe RECIPE-adamw.
 """
 
 import difflib
@@ -28,12 +30,14 @@ __all__ = [
     "fields",
     "flatten",
     "load",
+    "method_names",
     "recipe_names",
     "schema_of",
     "write",
 ]
 
 RECIPES = Path(__file__).parent / "recipes"
+METHODS = RECIPES / "methods"
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Resolved:
 
     config: RunConfig
     origins: Mapping[str, str]
-    """Dotted key -> "default", "recipe NAME", "command line" or "derived: why"."""
+    """Dotted key -> "default", "recipe NAME", "method NAME", "command line" or "derived: why"."""
 
     def leaves(self) -> Iterator[tuple[str, Any, str]]:
         """(key, value, origin) of every option, in the order of the sections."""
@@ -57,14 +61,14 @@ class _Given:
 
 
 def load(recipe: str | Path, overrides: Iterable[str] = ()) -> Resolved:
-    """Read a recipe by name or path and apply `key=value` texts.
+    """Read a recipe by name or path, with or without +METHOD, and apply `key=value` texts.
 
     Raises ConfigError, one line, for anything that is not a complete and consistent configuration.
     """
     given = _read_recipe(str(recipe), base=Path(), ancestors=())
     given |= dict(_parse_override(text) for text in overrides)
     if "run.dir" not in given:
-        name = _find_recipe(str(recipe), Path()).stem
+        name = Path(str(recipe)).name.replace(".yaml", "").replace(".yml", "").replace("+", "-")
         given["run.dir"] = _Given(f"runs/{name}", "derived: = runs/<recipe>")
     config = _validate(given)
     return Resolved(config, _origins(config, given))
@@ -100,6 +104,11 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
+def method_names() -> list[str]:
+    """The methods that can be laid over a recipe."""
+    return sorted(path.stem for path in METHODS.glob("*.yaml"))
+
+
 def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -109,6 +118,12 @@ def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInf
 
 
 def _read_recipe(name: str, base: Path, ancestors: tuple[Path, ...]) -> dict[str, _Given]:
+    recipe, _, method = name.rpartition("+")
+    if recipe and not _is_path(method):
+        path = _find_method(method)
+        tree = yaml_subset.read(path)
+        given = _read_recipe(_variant(recipe, tree.pop("inner")), base, ancestors)
+        return given | _given(tree, path, f"method {method}")
     path = _find_recipe(name, base)
     if path in ancestors:
         chain = " -> ".join(str(p) for p in (*ancestors, path))
@@ -118,7 +133,18 @@ def _read_recipe(name: str, base: Path, ancestors: tuple[Path, ...]) -> dict[str
     given = {}
     if parent is not None:
         given = _read_recipe(str(parent), path.parent, (*ancestors, path))
-    origin = f"recipe {path.stem if path.parent == RECIPES else path}"
+    return given | _given(tree, path, f"recipe {path.stem if path.parent == RECIPES else path}")
+
+
+def _variant(name: str, inner: str) -> str:
+    """The recipe that has the values of an inner optimizer: NAME is Muon's, NAME-adamw AdamW's."""
+    stem, dot, suffix = name.partition(".y")
+    stem = stem.removesuffix("-adamw")
+    return f"{stem}{'-adamw' * (inner == 'adamw')}{dot}{suffix}"
+
+
+def _given(tree: Mapping[str, Any], path: Path, origin: str) -> dict[str, _Given]:
+    given = {}
     sections = {key.split(".")[0] for key in fields() if "." in key}
     for key, value in tree.items():
         if key in sections and not isinstance(value, dict):
@@ -129,11 +155,22 @@ def _read_recipe(name: str, base: Path, ancestors: tuple[Path, ...]) -> dict[str
     return given
 
 
+def _find_method(name: str) -> Path:
+    path = METHODS / f"{name}.yaml"
+    if path.is_file():
+        return path
+    known = method_names()
+    raise ConfigError(
+        f"method {name!r} is unknown{_nearest(name, known)}; there are {', '.join(known)}"
+    )
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or name.endswith((".yaml", ".yml"))
+
+
 def _find_recipe(name: str, base: Path) -> Path:
-    if "/" in name or name.endswith((".yaml", ".yml")):
-        path = base / name
-    else:
-        path = RECIPES / f"{name}.yaml"
+    path = base / name if _is_path(name) else RECIPES / f"{name}.yaml"
     if path.is_file():
         return path.resolve()
     if path.parent != RECIPES:
@@ -270,7 +307,8 @@ def _origins(config: RunConfig, given: Mapping[str, _Given]) -> dict[str, str]:
         if key in given and given[key].value is not None:
             origins[key] = given[key].origin
         elif values[key] is not None and field.default is None:
-            origins[key] = f"derived: {field.json_schema_extra['derived']}"
+            why = config.derivations.get(key, field.json_schema_extra["derived"])
+            origins[key] = f"derived: {why}"
         else:
             origins[key] = given[key].origin if key in given else "default"
     return origins

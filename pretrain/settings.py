@@ -54,6 +54,14 @@ class RunConfig(Section):
         return self.train.global_batch * self.model.sequence_length
 
     @property
+    def derivations(self) -> dict[str, str]:
+        """Where values that were not given come from, if the option's own words do not say it."""
+        if not self.outer.interval:
+            return {}
+        *_, source = outer_defaults(self.optimizer.name, self.parallel.replicas)
+        return {"outer.lr": source, "outer.momentum": source}
+
+    @property
     def _sequences_at_once(self) -> int:
         return self.parallel.replicas * self.parallel.dp * self.train.micro_batch
 

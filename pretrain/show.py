@@ -4,16 +4,27 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ext.model.logical import parameter_count
-from pretrain.config import Resolved, RunConfig, allowed, fields, recipe_names, schema_of
+from pretrain.config import (
+    Resolved,
+    RunConfig,
+    allowed,
+    fields,
+    method_names,
+    recipe_names,
+    schema_of,
+)
 from pretrain.yaml_subset import dump
 
 MIN_WIDTH_OF_PURPOSE = 120
 
 USAGE = """
-A recipe is a name ({recipes}) or the path of a YAML file.
+A recipe is the path of a YAML file or a name:
+  {recipes}
+A method can be laid over it, as in demo+diloco (AdamW's values are those of demo-adamw):
+  {methods}
 Options are given as section.key=value, for example:
 
-  python -m pretrain demo --show
+  python -m pretrain demo+streaming-muloco --show
   python -m launch local demo --replicas 2 --tp 2 train.steps=20 run.dir=runs/try
 
 Options:
@@ -51,9 +62,13 @@ def print_table(resolved: Resolved) -> None:
     console.print("\n" + "\n".join(lines), highlight=False)
 
 
+def _usage() -> str:
+    return USAGE.format(recipes=" ".join(recipe_names()), methods=" ".join(method_names())).strip()
+
+
 def help_text() -> str:
     """Every option with what it may be, its default and its purpose."""
-    lines = [USAGE.format(recipes=", ".join(recipe_names())).strip("\n")]
+    lines = [_usage()]
     section = ""
     for key, field in fields().items():
         if (name := key.split(".")[0]) != section and "." in key:

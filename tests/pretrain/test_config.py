@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ConfigError
-from pretrain.config import RECIPES, fields, load, recipe_names, write
+from pretrain.config import RECIPES, fields, load, method_names, recipe_names, write
 from pretrain.yaml_subset import dump, parse
 
 
@@ -78,6 +78,53 @@ def test_recipe_extends_another(tmp_path):
     assert resolved.config.model.hidden == 128
     assert resolved.origins["train.steps"] == f"recipe {tmp_path / 'base.yaml'}"
     assert resolved.origins["model.hidden"] == "recipe demo"
+
+
+@pytest.mark.parametrize("method", method_names())
+@pytest.mark.parametrize("recipe", ["demo", "416m"])
+def test_every_method_can_be_laid_over_a_recipe(recipe, method):
+    resolved = load(f"{recipe}+{method}", ["data.blend=b"])
+    config = resolved.config
+    inner = "adamw" if "diloco" in method or "adamw" in method else "muon"
+    assert config.optimizer.name == inner
+    of_recipe = load(recipe if inner == "muon" else f"{recipe}-adamw", ["data.blend=b"]).config
+    assert config.optimizer.lr == of_recipe.optimizer.lr
+    assert config.model == of_recipe.model
+    assert (config.outer.interval > 0) == ("loco" in method)
+    assert (config.outer.fragments > 1) == ("streaming" in method)
+    assert (config.optimizer.averaging.decay > 0) == ("gpa" in method)
+    if not method.endswith("loco"):
+        assert config.parallel.replicas == 1
+        assert resolved.origins["parallel.replicas"] == f"method {method}"
+    assert config.run.dir == f"runs/{recipe}-{method}"
+
+
+def test_method_of_one_replica_takes_what_is_published_for_one():
+    resolved = load("416m+muloco-1")
+    assert (resolved.config.outer.lr, resolved.config.outer.momentum) == (0.7, 0.6)
+    assert resolved.origins["outer.lr"] == "derived: MuLoCo at K=1, arXiv 2505.23725"
+    between = load("demo+diloco-1", ["parallel.replicas=4"])
+    assert "between DiLoCo's at K=1 and K=8" in between.origins["outer.momentum"]
+
+
+def test_method_over_a_recipe_in_a_file(tmp_path):
+    folder = tmp_path / "a+b"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("extends: demo\n")
+    (folder / "mine-adamw.yaml").write_text("extends: demo-adamw\noptimizer: {lr: 0.004}\n")
+    assert load(folder / "mine.yaml").config.optimizer.name == "muon"
+    assert load(f"{folder}/mine.yaml+diloco").config.optimizer.lr == 0.004
+    (folder / "mine-adamw.yaml").unlink()
+    assert "mine-adamw.yaml is not there" in refusal(recipe=f"{folder}/mine.yaml+diloco")
+
+
+def test_unknown_method_gets_the_nearest_name():
+    assert "did you mean streaming-muloco?" in refusal(recipe="demo+streaming-muloko")
+
+
+def test_averaging_and_an_outer_step_exclude_each_other():
+    message = refusal("optimizer.averaging.decay=0.9")
+    assert "optimizer.averaging.decay=0.9 with outer.interval=10" in message
 
 
 def test_recipes_in_a_circle_are_refused(tmp_path):
