@@ -27,12 +27,14 @@ class ErrorFeedback:
         self.decay = decay
         self.error = torch.zeros_like(like)
 
-    def encode(self, part: Part, values: torch.Tensor, payload: torch.Tensor) -> None:
-        """Pack the values of a part with what is due to them."""
+    def encode(
+        self, part: Part, values: torch.Tensor, payload: torch.Tensor, scratch: torch.Tensor
+    ) -> None:
+        """Pack the values of a part with what is due to them; `scratch` has room for the part."""
         error = part.of(self.error)
         error.mul_(self.decay).add_(values)
         part.codec.encode_into(error, payload)
-        error.sub_(_decoded(part, payload))
+        error.sub_(_decoded(part, payload, scratch))
 
 
 @dataclass
@@ -65,6 +67,8 @@ class Collective:
         self._buckets = buckets
         self._gather = gather
         self._first_leg, self._second_leg = first_leg, second_leg
+        parts = [part for bucket in buckets for of_one in bucket.parts for part in of_one]
+        self._largest_numel = max((part.numel for part in parts), default=0)
         self.planned_bytes = planned_bytes(buckets, wire.index, wire.count, gather)
 
     @torch.no_grad()
@@ -78,6 +82,8 @@ class Collective:
             square = flat.norm().item() ** 2
             return Sums(mean=square, product=square)
         sent_before = self._wire.bytes_sent
+        # Fresh memory for each part would cost more than decoding it.
+        self._scratch = flat.new_empty(self._largest_numel)
         count = len(self._buckets)
         first: dict[int, Callable[[], torch.Tensor]] = {}
         second: dict[int, Callable[[], torch.Tensor]] = {}
@@ -91,6 +97,7 @@ class Collective:
                 self._unpack(self._buckets[number - 2], second.pop(number - 2)(), flat, sums)
         sums.bytes_sent = self._wire.bytes_sent - sent_before
         sums.bytes_planned = self.planned_bytes
+        del self._scratch
         return sums
 
     def rehome(self, error: torch.Tensor) -> None:
@@ -120,7 +127,7 @@ class Collective:
         message = _message(sum(sizes), flat)
         for part, payload in _payloads(bucket.parts, message):
             if self._first_leg:
-                self._first_leg.encode(part, part.of(flat), payload)
+                self._first_leg.encode(part, part.of(flat), payload, self._scratch)
             else:
                 part.codec.encode_into(part.of(flat), payload)
         count = self._wire.count
@@ -147,13 +154,12 @@ class Collective:
         for part in (part for parts in mine for part in parts):
             payloads = of_replicas[:, position : position + part.nbytes]
             mean = exact[offset : offset + part.numel].view(part.shape)
-            self._add_up(part, payloads, weights, mean)
-            sums.residual += self._residual(part, payloads[index], flat)
+            sums.residual += self._add_up(part, payloads, weights, mean, part.of(flat))
             sums.coded += part.of(flat).norm().item() ** 2
             if not self._gather:
                 payload = message[position : position + part.nbytes]
                 if self._second_leg:
-                    self._second_leg.encode(part, mean, payload)
+                    self._second_leg.encode(part, mean, payload, self._scratch)
                 else:
                     part.codec.encode_into(mean, payload)
             position += part.nbytes
@@ -165,22 +171,32 @@ class Collective:
         )
 
     def _add_up(
-        self, part: Part, payloads: torch.Tensor, weights: Sequence[float], mean: torch.Tensor
-    ) -> None:
-        """Equal weights add up exactly as a plain sum: they are scaled to a largest one of 1."""
+        self,
+        part: Part,
+        payloads: torch.Tensor,
+        weights: Sequence[float],
+        mean: torch.Tensor,
+        own: torch.Tensor,
+    ) -> float:
+        """Write the mean; returns the squared norm of what coding left out of this replica's own.
+
+        Equal weights add up exactly as a plain sum: they are scaled to a largest one of 1.
+        """
+        residual = 0.0
         scales = [weight / max(weights) for weight in weights]
         mean.zero_()
-        for payload, scale in zip(payloads, scales, strict=True):
+        for replica, (payload, scale) in enumerate(zip(payloads, scales, strict=True)):
+            mine = replica == self._wire.index
+            if scale or mine:
+                decoded = _decoded(part, payload, self._scratch)
             if scale:
-                mean.add_(_decoded(part, payload), alpha=scale)
+                mean.add_(decoded, alpha=scale)
+            if mine and self._first_leg:
+                residual = part.of(self._first_leg.error).norm().item() ** 2
+            elif mine:
+                residual = decoded.sub_(own).norm().item() ** 2
         mean.div_(sum(scales))
-
-    def _residual(self, part: Part, payload: torch.Tensor, flat: torch.Tensor) -> float:
-        if self._first_leg:
-            residual = part.of(self._first_leg.error)
-        else:
-            residual = part.of(flat) - _decoded(part, payload)
-        return residual.norm().item() ** 2
+        return residual
 
     def _unpack(
         self, bucket: Bucket, message: torch.Tensor, flat: torch.Tensor, sums: Sums
@@ -193,7 +209,7 @@ class Collective:
                 mean = values.view(part.shape)
                 offset += part.numel
             else:
-                mean = _decoded(part, payload)
+                mean = _decoded(part, payload, self._scratch)
             own = part.of(flat)
             sums.product += torch.dot(own.flatten(), mean.flatten()).item()
             sums.mean += mean.norm().item() ** 2
@@ -212,7 +228,7 @@ def _payloads(parts: Sequence[Sequence[Part]], message: torch.Tensor):
         position += part.nbytes
 
 
-def _decoded(part: Part, payload: torch.Tensor) -> torch.Tensor:
-    values = torch.empty(part.shape, device=payload.device)
+def _decoded(part: Part, payload: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    values = scratch[: part.numel].view(part.shape)
     part.codec.decode_into(payload, values)
     return values
