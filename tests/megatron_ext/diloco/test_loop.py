@@ -12,10 +12,10 @@ from megatron_ext.errors import TrainingError
 from megatron_ext.model.config import ModelConfig
 from megatron_ext.model.gpt import build
 from megatron_ext.model.initialize import draw
-from megatron_ext.model.logical import describe, kind_of, logical_shapes
+from megatron_ext.model.logical import describe, logical_shapes
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.muon.optimizer import InnerOptimizer
-from megatron_ext.muon.routing import route
+from megatron_ext.muon.routing import route_all
 from megatron_ext.muon.stage import Stage
 from megatron_ext.replicas import ParallelConfig, initialize_megatron, join
 from tests.ranks import run
@@ -29,8 +29,8 @@ def make(parallel: ParallelConfig, model: ModelConfig, config: OptimizerConfig) 
     host.prepare()
     initialize_megatron(parallel, SEED)
     chunks = build(model, parallel, precision="fp32", recompute="none", seed=SEED)
-    routes = {n: route(n, kind_of(n), s, config) for n, s in logical_shapes(model).items()}
-    stage = Stage(chunks, describe(chunks, model, parallel), routes, chunks[0].config)
+    logical = describe(chunks, model, parallel)
+    stage = Stage(chunks, logical, route_all(model, config), chunks[0].config)
     whole = cache(lambda name: draw(name, model, SEED))
     return InnerOptimizer(stage, config, lambda block: whole(block.name)[block.slices])
 
