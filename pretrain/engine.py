@@ -27,13 +27,16 @@ class Engine:
             no_sync = [chunk.no_sync for chunk in stage.chunks]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
-    def train(self, micro_batches: Iterable[Batch]) -> float:
-        """Leave reduced gradients of the mean loss; returns the replica's mean loss per token."""
+    def train(self, micro_batches: Iterable[Batch]) -> tuple[float, float]:
+        """Leave reduced gradients of the mean loss per token of the replica.
+
+        Returns that loss, and on how many tokens it is: those that the loss mask lets count.
+        """
         for chunk in self._stage.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         total, tokens = self._run(list(micro_batches), forward_only=False)
-        return total / tokens
+        return total / tokens, tokens
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, float]:

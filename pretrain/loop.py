@@ -56,16 +56,17 @@ def run(session: "Session") -> None:
         while state.step < stop:
             started = time.perf_counter()
             step = state.step + 1
+            last = step == steps
             session.replicas.progress(step)
             stopping.begin(step)
             with session.replicas.guard(f"step {step}"):
                 lr = learning_rate(step, steps, config.optimizer)
-                loss = session.engine.train(session.samples.micro_batches(step))
+                loss, tokens = session.engine.train(session.samples.micro_batches(step))
                 grad_norm = session.inner.step(lr)
-                outer = session.outer.step(step, last=step == steps) if session.outer else []
+                outer = session.outer.step(step, tokens, last) if session.outer else []
                 state.step = step
                 session.record(loss, lr, grad_norm, time.perf_counter() - started, outer)
-                if _due(step, config.validation.every, last=step == steps):
+                if _due(step, config.validation.every, last):
                     session.validate()
                 ends = step == stop or stopping.due(step)
                 if _due(step, config.checkpoint.every) or ends:

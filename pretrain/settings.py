@@ -15,7 +15,6 @@ from megatron_ext.model.config import ModelConfig
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.replicas import ParallelConfig
 from pretrain.data import DataConfig
-from pretrain.doctor import ResumeConfig
 from pretrain.loop import TrainConfig
 from pretrain.validation import ValidationConfig
 
@@ -41,7 +40,8 @@ class RunConfig(Section):
     outer: OuterConfig = OuterConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    resume: ResumeConfig = ResumeConfig()
+    resume: str = "auto"
+    """auto (the run's latest checkpoint, if there is one), none, or a checkpoint's path."""
 
     @property
     def micro_batches(self) -> int:
@@ -58,7 +58,10 @@ class RunConfig(Section):
         """Where values that were not given come from, if the option's own words do not say it."""
         if not self.outer.interval:
             return {}
-        *_, source = outer_defaults(self.optimizer.name, self.parallel.replicas)
+        if self.outer.optimizer == "mean":
+            source = "outer.optimizer=mean takes the mean as it is"
+        else:
+            *_, source = outer_defaults(self.optimizer.name, self.parallel.replicas)
         return {"outer.lr": source, "outer.momentum": source}
 
     @property
@@ -187,6 +190,13 @@ def _check_schedule(config: RunConfig) -> None:
             f"optimizer.warmup_steps={optimizer.warmup_steps} + "
             f"optimizer.decay_steps={optimizer.decay_steps} must not exceed train.steps={steps}"
         )
+
+    for name in ("lr_schedule", "momentum_schedule"):
+        warmup = getattr(config.outer, name).warmup_steps
+        if warmup > steps:
+            raise ConfigError(
+                f"outer.{name}.warmup_steps={warmup} must not exceed train.steps={steps}"
+            )
 
 
 def _check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:

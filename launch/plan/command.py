@@ -18,9 +18,9 @@ from launch.plan.link import (
 from launch.plan.memory import RankMemory
 from launch.plan.search import Candidate, changed, evaluate, propose, search
 from megatron_ext import host
-from megatron_ext.diloco.codecs import make
+from megatron_ext.diloco.units import units_of
 from megatron_ext.errors import ConfigError
-from megatron_ext.model.logical import kind_of, logical_shapes
+from megatron_ext.model.logical import logical_shapes
 from megatron_ext.muon.views import total_numel
 from pretrain import exit
 from pretrain.config import Resolved, load
@@ -157,30 +157,25 @@ def _budget(candidate: Candidate, request: Request) -> dict[str, float]:
 
 def exchange_of(config: RunConfig, assume: Assumption) -> Exchange:
     """What the configured outer loop sends; the papers' models suppose 16 bits without a codec."""
-    outer = config.outer.model_dump()
-    bits = _bits_a_value(config)
+    outer, bits = config.outer, _bits_a_value(config)
     return Exchange(
         parameters(config),
         config.model.layers,
         bits=bits if assume == "measured" else min(16, bits),
-        interval=max(1, config.outer.interval),
-        fragments=outer.get("fragments", 1),
-        delay=outer.get("delay", 0),
+        interval=max(1, outer.interval),
+        fragments=outer.fragments,
+        delay=outer.delay,
         replicas=config.parallel.replicas,
+        gather=outer.exchange == "gather",
     )
 
 
 def _bits_a_value(config: RunConfig) -> float:
-    """Bits on the wire for each parameter, side information included; norms go uncompressed."""
-    outer = config.outer.model_dump()
-    names = ("bits", "per_row", "keep", "chunk")
-    codec = make(
-        outer.get("codec", "fp32"), **{name: outer[name] for name in names if name in outer}
-    )
-    total = sum(
-        total_numel([shape]) * 4 if kind_of(name) == "norm" else codec.nbytes(shape)
-        for name, shape in logical_shapes(config.model).items()
-    )
+    """Bits on the wire for each parameter, side information included."""
+    shapes = logical_shapes(config.model).items()
+    units = [unit for name, shape in shapes for unit in units_of(name, shape)]
+    codecs = config.outer.codecs_of(units)
+    total = sum(codec.nbytes(unit.size) for codec, unit in zip(codecs, units, strict=True))
     return 8 * total / parameters(config)
 
 

@@ -46,6 +46,12 @@ class Exchange:
     fragments: int = 1  # P
     delay: int = 0  # inner steps from sending a fragment to applying it (τ)
     replicas: int = 2  # K
+    gather: bool = False  # everything to all others, and no second leg
+
+    @property
+    def times_sent(self) -> float:
+        """How often a replica sends each value, counted as the collectives count it."""
+        return (self.replicas - 1) * (1 if self.gather else 2 / self.replicas)
 
 
 def round_seconds(exchange: Exchange, step_seconds: float, link: Link, assume: Assumption) -> float:
@@ -55,9 +61,9 @@ def round_seconds(exchange: Exchange, step_seconds: float, link: Link, assume: A
     if assume == "muloco":
         return compute + link.seconds(bits)
     if assume == "measured":
-        legs = 2 * (exchange.replicas - 1) / exchange.replicas
         hidden_steps = exchange.delay
-        seconds = 2 * link.latency_seconds + legs * bits / exchange.fragments / (link.gbit * 1e9)
+        sent = exchange.times_sent * bits / exchange.fragments
+        seconds = link.latency_seconds + link.seconds(sent)
         if exchange.replicas == 1:
             return compute
     else:
@@ -105,8 +111,7 @@ def needed_gbit(
 
 def bytes_per_round(exchange: Exchange) -> float:
     """What one replica sends to the others, as this program does it."""
-    share = 2 * (exchange.replicas - 1) / exchange.replicas
-    return share * exchange.parameters * exchange.bits / 8
+    return exchange.times_sent * exchange.parameters * exchange.bits / 8
 
 
 def run_hours(

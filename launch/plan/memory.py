@@ -9,14 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
+from megatron_ext.diloco import outer
+from megatron_ext.diloco.plan import BUCKET_NUMEL
 from megatron_ext.model.config import ModelConfig
 from megatron_ext.model.gpt import skeleton
 from megatron_ext.model.logical import (
     LogicalParameter,
     describe_parameter,
+    kind_of,
+    logical_shapes,
 )
 from megatron_ext.muon.plan import StagePlan, plan_stage
-from megatron_ext.muon.routing import route_all
+from megatron_ext.muon.routing import route
 from megatron_ext.muon.views import total_numel
 from megatron_ext.replicas import ParallelConfig
 from pretrain.settings import RunConfig
@@ -24,8 +28,8 @@ from pretrain.settings import RunConfig
 _FP32 = 4
 # A CUDA context, NCCL's buffers and cuBLAS workspaces, as seen on H100s; none on a processor.
 _GPU_RUNTIME_BYTES = 2 * 2**30
-# A bucket of the collective between replicas, sent and received.
-_OUTER_BUCKET_BYTES = 2 * _FP32 * 16 * 2**20
+# What the collective between replicas sends and receives of the three buckets under way.
+_OUTER_BUCKETS_BYTES = 6 * _FP32 * BUCKET_NUMEL
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class RankMemory:
     anchor: int
     outer_momentum: int
     error_feedback: int
+    in_flight: int  # pseudogradients that wait for outer.delay to pass
     activations: int  # most that lives at once in forward and backward
     transit: int  # most that lives at once in an inner or outer step
     runtime: int
@@ -46,7 +51,7 @@ class RankMemory:
     @property
     def state(self) -> int:
         """What lives as long as the run."""
-        return sum(getattr(self, field.name) for field in fields(self)[:7])
+        return sum(getattr(self, field.name) for field in fields(self)[:8])
 
     @property
     def peak(self) -> int:
@@ -95,7 +100,10 @@ def with_activations_of(
 def stage_plans(config: RunConfig) -> list[StagePlan]:
     """The plan of each pipeline stage, as the processes of a run make it."""
     model, parallel = config.model, config.parallel
-    routes = route_all(model, config.optimizer)
+    routes = {
+        name: route(name, kind_of(name), shape, config.optimizer)
+        for name, shape in logical_shapes(model).items()
+    }
     described = _parameters(model, parallel)
     virtual_stages = parallel.pp * parallel.interleave
     chunks: list[list[LogicalParameter]] = [[] for _ in range(virtual_stages)]
@@ -139,28 +147,29 @@ def _rank_memory(
     held = sum(layout.buckets[-1][1] for layout in plan.layouts if layout.buckets)
     matrices, rest = owned_numels(plan, tp_rank, dp_rank)
     owned = matrices + rest
-    outer, error_feedback = _outer_bytes(config, owned, on_gpu)
     return RankMemory(
         weights=weight_bytes * held,
         gradients=_FP32 * held,
         masters=_FP32 * owned,
         optimizer=_FP32 * (matrices + 2 * rest + owned * bool(config.optimizer.averaging.decay)),
-        anchor=outer,
-        outer_momentum=outer,
-        error_feedback=error_feedback,
+        **_outer_bytes(config, owned, on_gpu),
         activations=activation_bytes(config, stage, on_gpu),
         transit=_transit_bytes(config, plan, tp_rank, dp_rank),
         runtime=_GPU_RUNTIME_BYTES if on_gpu else 0,
     )
 
 
-def _outer_bytes(config: RunConfig, owned: int, on_gpu: bool) -> tuple[int, int]:
-    """Of the anchor, which is also the size of the outer momentum, and of error feedback."""
+def _outer_bytes(config: RunConfig, owned: int, on_gpu: bool) -> dict[str, int]:
+    """What the outer loop keeps of the elements that a rank owns, by category."""
     options = config.outer
-    if not options.interval or (on_gpu and options.host_memory):
-        return 0, 0
     legs = options.error_feedback + options.second_error_feedback
-    return _FP32 * owned, _FP32 * owned * legs
+    numels = {"anchor": 0, "outer_momentum": 0, "error_feedback": 0, "in_flight": 0}
+    if options.interval and not (on_gpu and options.host_memory):
+        numels["anchor"] = owned
+        numels["outer_momentum"] = owned * len(outer.make(options, ()).kinds)
+        numels["error_feedback"] = owned * legs * (config.parallel.replicas > 1)
+        numels["in_flight"] = owned * bool(options.delay)
+    return {category: _FP32 * numel for category, numel in numels.items()}
 
 
 def owned_numels(plan: StagePlan, tp_rank: int, dp_rank: int) -> tuple[int, int]:
@@ -182,8 +191,8 @@ def _transit_bytes(config: RunConfig, plan: StagePlan, tp_rank: int, dp_rank: in
     if not config.outer.interval:
         return inner
     pseudogradient = _FP32 * (matrices + rest)
-    bucket = min(_OUTER_BUCKET_BYTES, 2 * pseudogradient) if config.parallel.replicas > 1 else 0
-    return max(inner, pseudogradient + bucket)
+    buckets = min(_OUTER_BUCKETS_BYTES, 2 * pseudogradient) if config.parallel.replicas > 1 else 0
+    return max(inner, pseudogradient + buckets)
 
 
 def activation_bytes(config: RunConfig, stage: int, on_gpu: bool) -> int:
@@ -225,9 +234,6 @@ def _layer_bytes_per_token(config: RunConfig, recompute: str, on_gpu: bool) -> f
     attention = element * (hidden + 2 * kv) + element * (hidden + kv) + element * hidden
     if not on_gpu:
         attention += (8 if element == 2 else 4) * (hidden + kv)  # norms of Q and K
-    if model.attention_gate:
-        # The gate beside Q, K and V, its sigmoid in FP32, and the gated context.
-        attention += hidden * (2 * element + _FP32)
     # FC1's result; and SiLU's result, the contiguous up, and the product, unless one kernel.
     feed_forward = ffn * element * (3 if on_gpu else 5)
     if recompute == "selective":

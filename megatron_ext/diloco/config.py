@@ -1,6 +1,7 @@
 """The outer loop's options."""
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -10,11 +11,13 @@ from pydantic import (
     model_validator,
 )
 
+from megatron_ext.blocks import Block
 from megatron_ext.config import Section
-from megatron_ext.diloco.codecs import Kind, make
+from megatron_ext.diloco.codecs import Codec, Kind, make
 from megatron_ext.diloco.units import Order
 from megatron_ext.diloco.wire import LinkConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.model.logical import kind_of
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -28,8 +31,8 @@ class ScheduleConfig(Section):
     """After warm-up: constant, or cosine decay to the last step."""
     warmup_steps: NonNegativeInt = 0
     """Inner steps over which it rises linearly."""
-    final_fraction: Share = 0.0
-    """Where cosine ends, as a fraction of the value."""
+    final_fraction: Share = 0.1
+    """Where cosine ends, as a fraction of the value; with 0 the last round's training is lost."""
 
 
 class OuterConfig(Section):
@@ -45,7 +48,7 @@ class OuterConfig(Section):
     momentum: Fraction | None = Field(None, json_schema_extra=_BY_METHOD)
     """Outer momentum (μ); of AdamW the decay of the first moment."""
     matrix_lr: PositiveFloat = 0.02
-    """Outer learning rate of matrices with optimizer=muon."""
+    """Outer learning rate of matrices with optimizer=muon; lr_schedule changes it too."""
     adam_beta2: Fraction = 0.99
     """AdamW's decay of the second moment."""
     adam_epsilon: PositiveFloat = 1e-8
@@ -87,8 +90,24 @@ class OuterConfig(Section):
     outlier_factor: Annotated[float, Field(gt=1)] | None = None
     """A norm above so many times the median of all replicas' is an outlier; null: none is."""
     host_memory: bool = False
-    """Keep anchor, outer momentum and error buffers in pinned host memory, and send from there."""
+    """Keep anchor, outer momentum and error buffers in host memory, pinned where the GPU reads it,
+    and send from there."""
     link: LinkConfig = LinkConfig()
+
+    def codecs_of(self, units: Sequence[Block]) -> list[Codec]:
+        """How each unit is packed; one codec for all that are packed alike."""
+        codec = make(self.codec, self.bits, self.per_row, self.keep, self.chunk)
+        of_norms = codec if self.compress_norms else make("fp32")
+        return [of_norms if kind_of(unit.name) == "norm" else codec for unit in units]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_mean(cls, values: Any) -> Any:
+        """A plain mean is plain gradient descent with a learning rate of 1."""
+        if not isinstance(values, dict) or values.get("optimizer") != "mean":
+            return values
+        given = {key: value for key, value in values.items() if value is not None}
+        return {"lr": 1.0, "momentum": 0.0} | given
 
     @model_validator(mode="after")
     def _check(self) -> "OuterConfig":
@@ -105,14 +124,22 @@ class OuterConfig(Section):
                 f"outer.fragments={self.fragments} must not exceed outer.interval="
                 f"{self.interval}; each is sent after an inner step of its own"
             )
-        if self.optimizer == "adamw" and self.lr is None:
+        if self.optimizer == "adamw" and (self.lr is None or self.momentum is None):
             raise ConfigError(
-                "outer.optimizer=adamw needs outer.lr: a step is about as long as it, in every "
-                "weight, and nothing is published for it"
+                "outer.optimizer=adamw needs outer.lr and outer.momentum: a step is about as long "
+                "as the learning rate, in every weight, and nothing is published for it"
             )
-        if self.optimizer == "mean" and (self.lr not in (None, 1.0) or self.momentum):
+        if self.optimizer == "adamw" and self.momentum_schedule != ScheduleConfig():
             raise ConfigError(
-                "outer.optimizer=mean has neither outer.lr nor outer.momentum; leave them out, or "
-                "use outer.optimizer=sgd"
+                "outer.momentum_schedule is not for outer.optimizer=adamw, whose bias correction "
+                "supposes a constant decay; leave it out"
+            )
+        schedules = (self.lr_schedule, self.momentum_schedule)
+        if self.optimizer == "mean" and (
+            (self.lr, self.momentum) != (1.0, 0.0) or schedules != (ScheduleConfig(),) * 2
+        ):
+            raise ConfigError(
+                "outer.optimizer=mean has neither outer.lr nor outer.momentum, nor schedules of "
+                "them; leave them out, or use outer.optimizer=sgd"
             )
         return self

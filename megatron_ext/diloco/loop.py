@@ -10,9 +10,12 @@ the replica owns, so a replica sends every parameter once, whatever its layout.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_ext.blocks import Block
 from megatron_ext.diloco.background import Background
@@ -41,7 +44,7 @@ class OuterLoop:
         inner: InnerOptimizer,
         config: OuterConfig,
         replicas: Replicas,
-        steps: int | None = None,
+        steps: int,
     ):
         """Start from the inner optimizer's masters. `steps`: of the run, for schedules that end.
 
@@ -53,20 +56,24 @@ class OuterLoop:
         self._config = config
         self._replicas = replicas
         self._steps = steps
-        self._wire = Wire(replicas.link, config.link)
-        self._background = Background("outer-exchange")
+        device = torch.device("cpu") if config.host_memory else inner.masters.device
+        self._wire = Wire(replicas.link, config.link, device)
+        self._background = Background("outer-exchange", inner.masters.device)
+        timeout = timedelta(seconds=replicas.timeout_seconds)
+        replica = dist.new_group(backend="gloo", timeout=timeout)
         names = list(inner.stage.plan.routes)  # of the whole model
         fragments = fragments_of(names, config.fragments, config.fragment_order)
         share = Share(inner.blocks, inner.masters, fragments)
         self.fragments = [
-            Fragment(index, config, share, self._wire, self._background)
+            Fragment(index, config, share, self._wire, replica, self._background)
             for index in range(config.fragments)
         ]
         self._offsets = offsets(config.interval, config.fragments)
 
-    def step(self, step: int, tokens: float = 1.0, last: bool = False) -> list[Round]:
+    def step(self, step: int, tokens: float, last: bool = False) -> list[Round]:
         """Call after inner step number `step`, in which this replica trained on `tokens`.
 
+        What a replica has trained on since it last sent a fragment is its weight in the mean.
         Sends and applies what is due, and returns what was applied. The last step of a run applies
         everything, however early, so that nothing trained is lost and all replicas are equal.
 
@@ -110,9 +117,7 @@ class OuterLoop:
 
     def gather_scalars(self, values: torch.Tensor) -> torch.Tensor:
         """A few FP64 scalars [n] of each replica → [K, n]; after what is in flight."""
-        device = self._inner.masters.device
-        gather = self._background.submit(lambda: self._wire.gather(values.to(device)).cpu())
-        return gather.result()
+        return self._background.submit(partial(self._wire.gather, values)).result()
 
     def tensors(self) -> Iterator[tuple[str, Block, torch.Tensor]]:
         """What a checkpoint holds of it: kind, block, view. `settle` first."""
@@ -170,11 +175,11 @@ class OuterLoop:
         return fragment.apply(step, mix, lr, momentum)
 
 
-def scheduled(schedule: ScheduleConfig, step: int, steps: int | None) -> float:
+def scheduled(schedule: ScheduleConfig, step: int, steps: int) -> float:
     """The factor of inner step `step` of 1 … `steps`: linear warm-up, then constant or cosine."""
     if step < schedule.warmup_steps:
         return step / schedule.warmup_steps
-    if schedule.shape == "constant" or steps is None:
+    if schedule.shape == "constant":
         return 1.0
     done = (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps)
     falling = (1 + math.cos(math.pi * done)) / 2

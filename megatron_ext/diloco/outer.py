@@ -5,10 +5,13 @@ tensor for each of the anchor's; `prepare` allocates it, for instance to load a 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_ext.blocks import Block
+from megatron_ext.diloco.config import OuterConfig
+from megatron_ext.model.logical import kind_of
 from megatron_ext.muon.newton_schulz import orthogonalize, update_scale
 
 Tensors = Sequence[torch.Tensor]
@@ -114,9 +117,12 @@ class Muon(NesterovSGD):
     """
 
     def __init__(self, lr: float, momentum: float, matrix_lr: float, are_matrices: Sequence[bool]):
-        """`are_matrices`: for each of the anchor's tensors, whether it is orthogonalised."""
+        """`matrix_lr` keeps its ratio to the learning rate where that one changes.
+
+        `are_matrices`: for each of the anchor's tensors, whether it is orthogonalised.
+        """
         super().__init__(lr, momentum)
-        self._matrix_lr = matrix_lr
+        self._matrix_lr_ratio = matrix_lr / lr
         self._are_matrices = are_matrices
 
     @torch.no_grad()
@@ -133,4 +139,21 @@ class Muon(NesterovSGD):
             buffer.mul_(self.momentum).add_(delta)
             update = orthogonalize(buffer, dtype=torch.float32)
             scale = update_scale(tuple(theta.shape), "unit_rms_norm")
-            theta.sub_(update, alpha=self._matrix_lr * scale)
+            theta.sub_(update, alpha=self.lr * self._matrix_lr_ratio * scale)
+
+
+def make(config: OuterConfig, units: Sequence[Block]) -> OuterOptimizer:
+    """The outer optimizer that the configuration asks for."""
+    lr, momentum = config.lr, config.momentum
+    makers: dict[str, Callable[[], OuterOptimizer]] = {
+        "nesterov": lambda: NesterovSGD(lr, momentum),
+        "sgd": lambda: SGD(lr, momentum),
+        "adamw": lambda: AdamW(lr, momentum, config.adam_beta2, config.adam_epsilon),
+        "muon": lambda: Muon(lr, momentum, config.matrix_lr, [_is_matrix(unit) for unit in units]),
+        "mean": Mean,
+    }
+    return makers[config.optimizer]()
+
+
+def _is_matrix(unit: Block) -> bool:
+    return kind_of(unit.name) == "matrix" and min(unit.shape) > 1

@@ -12,7 +12,7 @@ from megatron_ext.muon.views import total_numel
 
 # Elements of a bucket: enough for the link's bandwidth, and few enough that coding one, sending
 # another and decoding a third go on at the same time.
-_BUCKET_NUMEL = 2**22
+BUCKET_NUMEL = 2**22
 
 # Cuts between elements keep payloads free of padding.
 _CUT_NUMEL = 8
@@ -62,7 +62,7 @@ def plan_buckets(
     current: list[list[Part]] = [[] for _ in range(replicas)]
     held = 0
     for part in parts:
-        if held and held + part.numel > _BUCKET_NUMEL:
+        if held and held + part.numel > BUCKET_NUMEL:
             buckets.append(Bucket(tuple(map(tuple, current))))
             current, held = [[] for _ in range(replicas)], 0
         reducer = min(range(replicas), key=lambda r: (load[r], (r - shift) % replicas))
@@ -99,7 +99,7 @@ def _cut(units: Sequence[Block], codecs: Sequence[Codec], replicas: int) -> list
         sizes = [unit.size for unit, _ in run]
         if codec.grain == "element":
             numel = total_numel(sizes)
-            pieces = replicas * -(-numel // _BUCKET_NUMEL)
+            pieces = replicas * -(-numel // BUCKET_NUMEL)
             shapes = [(length,) for length in _equal(numel, pieces, _CUT_NUMEL)]
         elif codec.grain == "row":
             shapes = [shape for size in sizes for shape in _by_rows(size, fair_numel)]

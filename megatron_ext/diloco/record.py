@@ -16,6 +16,7 @@ class Round:
     step: int  # inner steps taken so far
     sent: int  # inner steps taken when it was sent
     replicas: int
+    tokens: list[float]  # that each replica trained on for it: its weight in the mean
     left_out: list[int]  # replicas whose pseudogradient was not used
     pseudogradient_norm: float  # of the mean
     norms: list[float]  # of each replica's
@@ -45,6 +46,7 @@ class Before:
 class Summary:
     """What an exchange left behind, of the whole replica: the plain numbers of a Round."""
 
+    tokens: list[float]
     left_out: list[int]
     pseudogradient_norm: float
     norms: list[float]
@@ -83,11 +85,13 @@ def summarise(before: Before, left_out: list[int], totals: torch.Tensor, own: in
         product[index].item() / max(before.norms[index] * mean_norm, _TINY) for index in used
     ]
     size = max(sum(norms) / len(norms), _TINY)
+    weights = [before.tokens[index] for index in used]
     return Summary(
+        tokens=before.tokens,
         left_out=left_out,
         pseudogradient_norm=mean_norm,
         norms=norms,
-        cosine=_cosine(norms, mean_norm),
+        cosine=_cosine(norms, weights, mean_norm),
         cosine_to_mean=to_mean,
         drift=size / max(before.anchor_norm, _TINY),
         error_ratio=error.sqrt().mean().item() / size,
@@ -100,13 +104,15 @@ def summarise(before: Before, left_out: list[int], totals: torch.Tensor, own: in
 _TINY = 1e-300
 
 
-def _cosine(norms: list[float], mean_norm: float) -> float | None:
-    """Σ⟨Δi, Δj⟩ / Σ‖Δi‖‖Δj‖ over pairs i ≠ j, which needs no pair's product.
+def _cosine(norms: list[float], weights: list[float], mean_norm: float) -> float | None:
+    """Σ wi wj ⟨Δi, Δj⟩ / Σ wi wj ‖Δi‖‖Δj‖ over pairs i ≠ j, which needs no pair's product.
 
-    With two replicas, or equal norms, it is the mean pairwise cosine.
+    With two replicas, or equal weights and norms, it is the mean pairwise cosine.
     """
-    count = len(norms)
-    products = sum(norms) ** 2 - sum(norm**2 for norm in norms)
-    if count == 1 or products == 0:
+    total = sum(weights)
+    parts = [norm * weight / total for norm, weight in zip(norms, weights, strict=True)]
+    squares = sum(part**2 for part in parts)
+    products = sum(parts) ** 2 - squares
+    if len(parts) == 1 or products == 0:
         return None
-    return ((count * mean_norm) ** 2 - sum(norm**2 for norm in norms)) / products
+    return (mean_norm**2 - squares) / products

@@ -31,14 +31,21 @@ class Wire:
         bytes_sent: payload to other replicas so far, without the scalars of `gather`.
     """
 
-    def __init__(self, link: dist.ProcessGroup | None, config: LinkConfig):
-        """`link`: the same rank of all replicas; None with a single replica."""
+    def __init__(
+        self,
+        link: dist.ProcessGroup | None,
+        config: LinkConfig,
+        device: torch.device | None = None,
+    ):
+        """`link`: the same rank of all replicas; None with a single replica. `device`: of the
+        tensors, if not the CPU.
+        """
         self._link = link
         self.count = link.size() if link else 1
         self.index = link.rank() if link else 0
         self.bytes_sent = 0
         slowed = config.gbit or config.latency_ms or config.jitter_ms
-        self._throttle = _Throttle(config, self.index) if link and slowed else None
+        self._throttle = _Throttle(config, self.index, device) if link and slowed else None
 
     def exchange(
         self, sent: torch.Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
@@ -52,7 +59,7 @@ class Wire:
         return self._start(sent, list(sent_sizes), list(received_sizes), to_others)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """A few FP64 scalars [n] of each replica → [K, n]."""
+        """A few FP64 scalars [n] of each replica, on the CPU → [K, n]."""
         if self._link is None:
             return values[None]
         sizes = [len(values)] * self.count
@@ -93,13 +100,13 @@ class _Throttle:
     exchanges that follow one another overlap, as on a real link; bandwidth is shared in order.
     """
 
-    def __init__(self, config: LinkConfig, index: int):
+    def __init__(self, config: LinkConfig, index: int, device: torch.device | None):
         self._seconds_per_byte = 8e-9 / config.gbit if config.gbit else 0.0
         self._latency_seconds = config.latency_ms / 1e3
         self._jitter_seconds = config.jitter_ms / 1e3
         self._random = random.Random(index)
         self._free_at = 0.0
-        self._thread = Background("slow-link")
+        self._thread = Background("slow-link", device)
 
     def submit(self, exchange: Callable[[], None], nbytes: int):
         sent_at = max(time.monotonic(), self._free_at) + nbytes * self._seconds_per_byte

@@ -52,10 +52,10 @@ def measure(rank: int, overrides: list[str]) -> dict:
     before = live_bytes()
     resolved = load("demo", overrides)
     with open_session(resolved) as session:
-        session.engine.train(session.samples.micro_batches(1))
+        _, tokens = session.engine.train(session.samples.micro_batches(1))
         session.inner.step(0.01)
         if session.outer:
-            session.outer.step(1, last=True)
+            session.outer.step(1, tokens, last=True)
         inner = session.inner
         buffers = [buffer for chunk in inner.stage.chunks for buffer in chunk.buffers]
         kinds: dict[str, int] = {}
@@ -137,7 +137,6 @@ def keep(rank: int, overrides: list[str]) -> int:
     [
         {},
         {"train.precision": "bf16", "model.kv_heads": 2},
-        {"train.precision": "bf16", "model.attention_gate": "true"},
         {"train.precision": "bf16", "train.recompute": "selective"},
         {"train.precision": "bf16", "parallel.tp": 2},
         {"train.precision": "bf16", "parallel.tp": 2, "parallel.sequence_parallel": "true"},

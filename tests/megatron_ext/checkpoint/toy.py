@@ -2,7 +2,6 @@
 
 import random
 import zlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,9 +91,7 @@ class ToyState:
     def rng(self) -> Tensor:
         return self.random
 
-    def accept(self, counters: dict[str, Any], path: Path) -> None:
-        assert counters["schedule"]["step"] == counters["step"]
-
     def restore(self, counters: dict[str, Any], rng: Tensor | None) -> None:
+        assert counters["schedule"]["step"] == counters["step"]
         self.step = counters["step"]
         self.restored_rng = rng
