@@ -59,6 +59,9 @@ class State:
     def rng(self) -> Tensor:
         return torch.get_rng_state()
 
+    def accept(self, counters: dict[str, Any], path: Path) -> None:
+        pass
+
     def restore(self, counters: dict[str, Any], rng: Tensor | None) -> None:
         pass
 

@@ -46,6 +46,9 @@ def _patch_torch() -> None:
     torch.cuda.current_stream = _nothing
     # Tied embeddings move their weight to the device when pp > 1.
     torch.Tensor.cuda = _same_tensor
+    # Core compiles small functions, such as the gate of gated attention, for their first call: that
+    # takes seconds in each process and a C++ compiler, and trips over the replacements above.
+    torch.compiler.set_stance("force_eager")
 
 
 def _patch_random_state() -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "check_machine",
     "fields",
     "flatten",
+    "from_options",
     "load",
     "method_names",
     "recipe_names",
@@ -38,6 +39,9 @@ __all__ = [
 
 RECIPES = Path(__file__).parent / "recipes"
 METHODS = RECIPES / "methods"
+
+SHORT = {"resume": "resume.checkpoint"}
+"""Sections that stand for one of their keys where a value is given."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,15 @@ def load(recipe: str | Path, overrides: Iterable[str] = ()) -> Resolved:
         given["run.dir"] = _Given(f"runs/{name}", "derived: = runs/<recipe>")
     config = _validate(given)
     return Resolved(config, _origins(config, given))
+
+
+def from_options(options: Mapping[str, Any]) -> RunConfig:
+    """The configuration whose options a checkpoint holds, by dotted key.
+
+    An option that this version does not know any more is left out. Raises ConfigError.
+    """
+    known = fields()
+    return _validate({k: _Given(v, "checkpoint") for k, v in options.items() if k in known})
 
 
 def write(resolved: Resolved, path: Path) -> None:
@@ -146,6 +159,7 @@ def _variant(name: str, inner: str) -> str:
 def _given(tree: Mapping[str, Any], path: Path, origin: str) -> dict[str, _Given]:
     given = {}
     sections = {key.split(".")[0] for key in fields() if "." in key}
+    tree = {key if isinstance(v, dict) else SHORT.get(key, key): v for key, v in tree.items()}
     for key, value in tree.items():
         if key in sections and not isinstance(value, dict):
             raise ConfigError(f"{path}: {key} is a section; write its keys indented below it")
@@ -189,6 +203,7 @@ def _parse_override(text: str) -> tuple[str, _Given]:
             f"{text!r} is not of the form key=value"
             + (f"; give {key}=VALUE" if key in fields() else _nearest(key, fields()))
         )
+    key = SHORT.get(key, key)
     _check_known(key, "")
     # A path such as 2024 stays a text.
     value = raw if fields()[key].annotation is str else yaml_subset.parse(raw, f"{key}={raw}")
@@ -284,6 +299,8 @@ def allowed(schema: Mapping[str, Any]) -> str:
         return " or ".join(str(choice) for choice in schema["enum"])
     if "properties" in schema:
         return f"a mapping of {', '.join(schema['properties'])}"
+    if "prefixItems" in schema:
+        return f"[{', '.join(allowed(item) for item in schema['prefixItems'])}]"
     if schema["type"] == "array":
         return f"a list, each {allowed(schema['items'])}"
     nouns = {

@@ -2,13 +2,24 @@
 
 import hashlib
 import json
+from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from megatron_ext.config import Section
 from megatron_ext.errors import ConfigError, DataError
 from pretrain import yaml_subset
+
+Window = Annotated[tuple[NonNegativeInt, PositiveInt], Field(strict=False)]
 
 
 class DataConfig(Section):
@@ -18,6 +29,19 @@ class DataConfig(Section):
     """Path of the blend.yaml that `python -m data_prep tokenize` wrote."""
     cache: str | None = Field(None, json_schema_extra={"derived": "= <run.dir>/index-cache"})
     """Folder for the sample indices."""
+    skip: tuple[Window, ...] = Field((), strict=False)
+    """Samples that are left out, for example around a loss spike: [first, first after it] pairs of
+    numbers in the order of samples; `sample` in metrics.jsonl is where a step begins."""
+
+    @model_validator(mode="after")
+    def _check_skip(self) -> "DataConfig":
+        bounds = [bound for window in self.skip for bound in window]
+        if any(left >= right for left, right in pairwise(bounds)):
+            raise ConfigError(
+                f"data.skip={[list(window) for window in self.skip]}: must be pairs [first, first "
+                "after it] of numbers of samples that rise from each to the next"
+            )
+        return self
 
 
 class Tokenizer(Section):
@@ -89,6 +113,6 @@ class BlendFile:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the tokenizer, or the parts, their sizes or their weights do."""
-        described = self.blend.model_dump_json(exclude={"tokenizer": {"path"}})
+        """Changes when the parts, their sizes or their weights do."""
+        described = self.blend.model_dump_json(exclude={"tokenizer"})
         return hashlib.sha256(described.encode()).hexdigest()

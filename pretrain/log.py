@@ -17,6 +17,7 @@ class StepRecord:
 
     step: int
     tokens: int  # trained on so far, over all replicas
+    sample: int  # the first one of this step, in the order of samples
     loss: float  # of this step's tokens, mean of the first replica
     lr: float
     grad_norm: float  # before clipping, of the first replica

@@ -1,8 +1,8 @@
-"""The samples that each rank trains on, from megatron-core's GPTDataset.
+"""The samples that each rank trains on.
 
-There is one global order of samples. Inner step n trains on samples (n − 1)·B … n·B − 1 of it, B
-the global batch; replicas, data-parallel ranks and micro-batches take consecutive slices of them.
-So what a step is trained on depends on none of these.
+There is one global order of samples. Replicas, data-parallel ranks and micro-batches take
+consecutive slices of an inner step's global batch. So what a step is trained on depends on none of
+these.
 """
 
 import hashlib
@@ -10,17 +10,18 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import Split as MegatronSplit
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.replicas import Replicas
 from pretrain.data import BlendFile, Part, Tokenizer
+from pretrain.order import Configs, Order, Position, skip
+from pretrain.order import Part as EpochsOfPart
 from pretrain.settings import RunConfig
 
 Split = Literal["train", "validation"]
@@ -31,27 +32,48 @@ class Samples:
     """Micro-batches of one rank.
 
     Attributes:
-        order: what decides the global order of samples; a resumed run must have the same.
+        order: what decides the global order of samples; a resumed run goes on in it.
+        facts: what training depends on and no option says.
     """
 
     def __init__(self, config: RunConfig, replicas: Replicas):
-        """Index the samples, together with all other processes.
+        """Index the samples from the first one on, together with all other processes.
 
         Raises ConfigError or DataError for data that cannot be trained on.
         """
         self._config = config
-        self._replica = replicas.index
+        self._replicas = replicas
         self._blend = BlendFile(Path(config.data.blend))
         _check(config, self._blend)
         self.order = {
             "data": self._blend.fingerprint,
             "train.seed": config.train.seed,
             "model.sequence_length": config.model.sequence_length,
-            "train.steps": config.train.steps,
-            "train.global_batch": config.train.global_batch,
         }
-        self._datasets = dict(
-            zip(("train", "validation"), self._index(replicas), strict=True),
+        self.facts = {
+            "data": self._blend.fingerprint,
+            "tokenizer": self._blend.blend.tokenizer.fingerprint,
+        }
+        self._size = 0
+        self._orders: dict[Split, Order] = {}
+        self.start(Position())
+
+    def start(self, position: Position) -> None:
+        """Go on after an inner step of an earlier session. Collective over all processes."""
+        self._start = position
+        needed = self.position(self._config.train.steps).sample
+        if needed > self._size:
+            self._size = needed
+            self._orders = self._index()
+
+    def position(self, step: int) -> Position:
+        """Where the run stands after inner step `step`."""
+        start = self._start
+        count = (step - start.step) * self._config.train.global_batch
+        return Position(
+            step,
+            skip(start.sample, count, self._config.data.skip),
+            start.tokens + count * self._config.model.sequence_length,
         )
 
     def micro_batches(self, step: int, split: Split = "train") -> Iterator[Batch]:
@@ -62,68 +84,74 @@ class Samples:
         """
         train, parallel = self._config.train, self._config.parallel
         of_rank = train.global_batch // (parallel.replicas * parallel.dp)
-        slot = self._replica * parallel.dp + parallel_state.get_data_parallel_rank()
-        first = (step - 1) * train.global_batch + slot * of_rank
-        for start in range(first, first + of_rank, train.micro_batch):
-            yield self._micro_batch(split, range(start, start + train.micro_batch))
+        slot = self._replicas.index * parallel.dp + parallel_state.get_data_parallel_rank()
+        if split == "train":
+            begin, windows = self.position(step - 1).sample, self._config.data.skip
+        else:
+            begin, windows = (step - 1) * train.global_batch, ()
+        for first in range(slot * of_rank, (slot + 1) * of_rank, train.micro_batch):
+            places = range(first, first + train.micro_batch)
+            yield self._micro_batch(split, [skip(begin, place, windows) for place in places])
 
-    def _micro_batch(self, split: Split, indices: range) -> Batch:
-        dataset = self._datasets[split]
-        batch = torch.utils.data.default_collate([dataset[index] for index in indices])
+    def _micro_batch(self, split: Split, indices: list[int]) -> Batch:
+        order = self._orders[split]
+        batch = torch.utils.data.default_collate([order[index] for index in indices])
         batch.pop("max_seqlen", None)
         if self._config.parallel.cp > 1:
             batch = get_batch_on_this_cp_rank({**batch, "cu_seqlens": None}, is_hybrid_cp=False)
         return batch
 
-    def _index(self, replicas: Replicas) -> list[torch.utils.data.Dataset | None]:
-        """Build the index once, in the first replica, and read it in the others."""
+    def _index(self) -> dict[Split, Order]:
+        """One process builds the indices; then all the others read them."""
         folder = self._cache_folder()
         complete = folder / "complete"
-        what = f"sample index in {folder}"
-        is_builder = replicas.launcher_rank == 0
-        if is_builder and not complete.is_file():
-            # An interrupted build leaves files that megatron-core would take for whole.
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        replicas.barrier(what)
-        datasets = None
-        if replicas.index == 0:
-            datasets = self._build(folder)
-            if is_builder:
-                complete.touch()
-        replicas.barrier(what)
-        return datasets or self._build(folder)
+        orders = None
+        if self._replicas.launcher_rank == 0:
+            if not complete.is_file():
+                # An interrupted build leaves files that megatron-core would take for whole.
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+            orders = self._build(folder)
+            complete.touch()
+        self._replicas.barrier(f"sample index in {folder}")
+        return orders or self._build(folder)
 
-    def _build(self, folder: Path) -> list[torch.utils.data.Dataset | None]:
-        blend, train = self._blend.blend, self._config.train
-        held_out = self._config.validation.batches if self._validates else 0
-        parts = [blend.train, blend.validation if held_out else (), ()]
-        config = GPTDatasetConfig(
-            random_seed=train.seed,
-            sequence_length=self._config.model.sequence_length,
-            blend_per_split=[self._blend.prefixes(p) if p else None for p in parts],
-            path_to_cache=str(folder),
-            tokenizer=_Special(blend.tokenizer),
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            create_attention_mask=False,
-            inter_document_masking=self._config.model.document_masking,
-        )
-        sizes = [train.steps * train.global_batch, held_out * train.global_batch, 0]
-        builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
-        return builder.build()[:2]
+    def _build(self, folder: Path) -> dict[Split, Order]:
+        blend = self._blend.blend
+        held_out = self._config.validation.batches * self._config.train.global_batch
+        orders = {"train": self._order(folder, "train", blend.train, self._size)}
+        if self._config.validation.every:
+            orders["validation"] = self._order(folder, "validation", blend.validation, held_out)
+        return orders
 
-    @property
-    def _validates(self) -> bool:
-        return self._config.validation.every > 0
+    def _order(self, folder: Path, split: Split, parts: tuple[Part, ...], size: int) -> Order:
+        prefixes, weights = self._blend.prefixes(parts)
+        configs = Configs(**self._dataset_options(folder, prefixes))
+        kind = MegatronSplit.train if split == "train" else MegatronSplit.valid
+        readers = [EpochsOfPart(prefix, kind, configs) for prefix in prefixes]
+        return Order(readers, weights, size, folder / f"mix-{split}.npy")
+
+    def _dataset_options(self, folder: Path, prefixes: list[str]) -> dict[str, Any]:
+        return {
+            "random_seed": self._config.train.seed,
+            "sequence_length": self._config.model.sequence_length,
+            "blend_per_split": [(prefixes, None), None, None],
+            "path_to_cache": str(folder),
+            "tokenizer": _Special(self._blend.blend.tokenizer),
+            "reset_position_ids": False,
+            "reset_attention_mask": False,
+            "eod_mask_loss": False,
+            "create_attention_mask": False,
+            "inter_document_masking": self._config.model.document_masking,
+        }
 
     def _cache_folder(self) -> Path:
         """One folder for each content: megatron-core's own key would not see a changed file."""
-        blend = self._blend.blend
+        blend, validation = self._blend.blend, self._config.validation
         files = [f for part in (*blend.train, *blend.validation) for f in self._blend.files(part)]
         stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        key = json.dumps([stats, self.order, self._config.validation.batches, self._validates])
+        held_out = validation.batches * self._config.train.global_batch
+        key = json.dumps([stats, self.order, self._size, held_out, validation.every > 0])
         return Path(self._config.data.cache) / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 

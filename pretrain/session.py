@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from megatron_ext import host
 from megatron_ext.blocks import Block
 from megatron_ext.checkpoint import Checkpoints, Outcome
+from megatron_ext.checkpoint.state import MASTER_KIND
 from megatron_ext.diloco.loop import OuterLoop, Round
 from megatron_ext.model.gpt import build
 from megatron_ext.model.initialize import draw
@@ -23,6 +25,7 @@ from megatron_ext.muon.verify import judge, verify
 from megatron_ext.replicas import Replicas, initialize_megatron, join
 from pretrain.config import Resolved, write
 from pretrain.display import Display
+from pretrain.doctor import table_text
 from pretrain.engine import Engine
 from pretrain.flops import utilisation
 from pretrain.log import RunLog, StepRecord
@@ -46,16 +49,6 @@ class Session:
         if config.optimizer.self_check:
             verdict = judge(verify(self.inner), config.optimizer)
         self.engine = Engine(self.inner.stage)
-        self.outer = None
-        if config.outer.interval:
-            self.outer = OuterLoop(self.inner, config.outer, replicas, config.train.steps)
-        # As it comes back from a checkpoint, where a tuple is a list.
-        options = json.loads(json.dumps({key: value for key, value, _ in resolved.leaves()}))
-        model = {key: value for key, value in options.items() if key.startswith("model.")}
-        # How its layers are computed may change; what they compute may not.
-        del model["model.implementation"]
-        identity = {**model, **self.samples.order, "routing": routing.identity(routes)}
-        self.state = RunState(self.inner, self.outer, identity, options)
         folder = Path(config.run.dir)
         self._checkpoints = Checkpoints(
             folder / "checkpoints",
@@ -63,8 +56,19 @@ class Session:
             config.checkpoint.keep_last,
             config.checkpoint.keep_every,
         )
+        weights_from = self._take_weights()
+        self.outer = None
+        if config.outer.interval:
+            self.outer = OuterLoop(self.inner, config.outer, replicas, config.train.steps)
+        # As it comes back from a checkpoint, where a tuple is a list.
+        options = json.loads(json.dumps({key: value for key, value, _ in resolved.leaves()}))
+        facts = self.samples.facts | {
+            f"routing {name}": text for name, text in routing.identity(routes).items()
+        }
+        self.state = RunState(self.inner, self.outer, self.samples, options, facts)
+        resume = config.resume
         resumed_from = self._checkpoints.resume(
-            config.resume, self.state, fallback=config.checkpoint.fallback
+            resume.checkpoint, self.state, resume.inner, resume.fallback
         )
         wire_bytes = self.inner.stage.wire_bytes()
         rows = table.rows_of(self.inner)
@@ -76,7 +80,7 @@ class Session:
             table.write(rows, folder / "routing.json")
             self._log = RunLog(folder, self.state.step)
             self._display = Display(config.train.steps, self.state.step)
-            self._announce(resumed_from, wire_bytes)
+            self._announce(resumed_from, weights_from, wire_bytes)
             self._display.say(table.as_text(rows))
             if verdict:
                 self._display.say(f"self-check of the optimizer: {verdict}")
@@ -84,7 +88,7 @@ class Session:
     @property
     def tokens(self) -> int:
         """Tokens trained on so far, over all replicas."""
-        return self.state.step * self.config.tokens_per_step
+        return self.state.position.tokens
 
     def record(
         self, loss: float, lr: float, grad_norm: float, seconds: float, outer: list[Round]
@@ -97,6 +101,7 @@ class Session:
         record = StepRecord(
             step=self.state.step,
             tokens=self.tokens,
+            sample=self.samples.position(self.state.step - 1).sample,
             loss=loss,
             lr=lr,
             grad_norm=grad_norm,
@@ -146,7 +151,19 @@ class Session:
             self._log.close()
             self._display.close()
 
-    def _announce(self, resumed_from: Path | None, wire_bytes: int) -> None:
+    def _take_weights(self) -> Path | None:
+        """Where the run begins anew from a checkpoint's weights: take them; returns which it is."""
+        resume = self.config.resume
+        if not resume.weights or self._checkpoints.find(resume.checkpoint):
+            return None
+        masters = [tensor for tensor in self.inner.tensors() if tensor[0] == MASTER_KIND]
+        chosen = self._checkpoints.load_weights(Path(resume.weights), masters)
+        self.inner.restart()
+        return chosen
+
+    def _announce(
+        self, resumed_from: Path | None, weights_from: Path | None, wire_bytes: int
+    ) -> None:
         config, parallel, say = self.config, self.config.parallel, self._display.say
         layout = " × ".join(f"{n} {getattr(parallel, n)}" for n in ("tp", "pp", "cp", "dp"))
         say(f"run folder  {config.run.dir}")
@@ -160,14 +177,20 @@ class Session:
             + (f", an outer step every {config.outer.interval}" if self.outer else "")
         )
         if not resumed_from:
-            self._log.event("start", step=0, data_parallel_bytes_per_step=wire_bytes)
+            weights = str(weights_from) if weights_from else None
+            self._log.event(
+                "start", step=0, weights=weights, data_parallel_bytes_per_step=wire_bytes
+            )
+            if weights:
+                say(f"weights     {weights}; step, optimizer and data begin anew")
             return
-        changed = {key: [before, now] for key, before, now in self.state.changed}
-        checkpoint = str(resumed_from)
-        self._log.event("resume", step=self.state.step, checkpoint=checkpoint, changed=changed)
+        findings = self.state.findings
+        changed = {found.name: [found.checkpoint, found.requested] for found in findings}
+        position = asdict(self.state.position)
+        self._log.event("resume", **position, checkpoint=str(resumed_from), changed=changed)
         say(f"resuming    {resumed_from}, after step {self.state.step} of {config.train.steps}")
-        for key, (before, now) in changed.items():
-            say(f"  changed   {key}: {before} → {now}")
+        if findings:
+            say(table_text(findings))
         if self.state.step >= (config.train.stop_at or config.train.steps):
             say("nothing to do: the run is there already")
 

@@ -15,6 +15,7 @@ from megatron_ext.model.config import ModelConfig
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.replicas import ParallelConfig
 from pretrain.data import DataConfig
+from pretrain.doctor import ResumeConfig
 from pretrain.loop import TrainConfig
 from pretrain.validation import ValidationConfig
 
@@ -40,8 +41,7 @@ class RunConfig(Section):
     outer: OuterConfig = OuterConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    resume: str = "auto"
-    """auto (the run's latest checkpoint, if there is one), none, or a checkpoint's path."""
+    resume: ResumeConfig = ResumeConfig()
 
     @property
     def micro_batches(self) -> int:

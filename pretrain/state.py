@@ -1,6 +1,8 @@
 """Everything that a run needs to go on, for its checkpoints."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +12,11 @@ from megatron_ext.checkpoint.state import StateTensor
 from megatron_ext.diloco.loop import OuterLoop
 from megatron_ext.errors import ConfigError
 from megatron_ext.muon.optimizer import InnerOptimizer
-
-# They say where a run lies, when it is saved and when a session ends, not what is computed.
-_FREE_OPTIONS = ("run.", "checkpoint.", "data.cache", "resume", "train.stop_at", "train.log_every")
+from pretrain.config import from_options
+from pretrain.doctor import Finding, examine, refuse
+from pretrain.order import Position
+from pretrain.samples import Samples
+from pretrain.schedule import learning_rate
 
 
 class RunState:
@@ -20,24 +24,31 @@ class RunState:
 
     Attributes:
         step: inner steps taken.
-        identity: what a resumed run must have in common with the saved one, by name.
-        options: the options that decide what is computed, by dotted key.
-        changed: after a resume, the options that are not what they were: key, before, now.
+        options: every option by dotted key, as JSON knows it.
+        facts: what counts besides the options: fingerprints and routing, by name.
+        findings: after a resume, what differs from the checkpoint.
     """
 
     def __init__(
         self,
         inner: InnerOptimizer,
         outer: OuterLoop | None,
-        identity: dict[str, Any],
+        samples: Samples,
         options: dict[str, Any],
+        facts: dict[str, Any],
     ):
         self.step = 0
-        self.identity = identity
-        self.options = {k: v for k, v in options.items() if not k.startswith(_FREE_OPTIONS)}
-        self.changed: list[tuple[str, Any, Any]] = []
+        self.options = options
+        self.facts = facts
+        self.findings: list[Finding] = []
         self._inner = inner
         self._outer = outer
+        self._samples = samples
+
+    @property
+    def position(self) -> Position:
+        """Where the run stands in the order of samples."""
+        return self._samples.position(self.step)
 
     def tensors(self) -> Iterator[StateTensor]:
         """Masters, optimizer state, anchor and outer momentum."""
@@ -46,16 +57,32 @@ class RunState:
             yield from self._outer.tensors()
 
     def counters(self) -> dict[str, Any]:
-        """Positions in the run, and its identity."""
+        """Positions in the run, its options, and what else decides what it computes."""
         counters = {
-            "step": self.step,
+            **asdict(self.position),
             "optimizer_steps": self._inner.steps,
-            "identity": self.identity,
             "options": self.options,
+            "facts": self.facts,
         }
         if self._outer:
             counters["outer"] = self._outer.counters()
         return counters
+
+    def accept(self, counters: dict[str, Any], path: Path) -> None:
+        """Note what differs from the checkpoint; nothing is loaded yet.
+
+        Raises ConfigError for what cannot be honoured.
+        """
+        saved = counters["options"] | counters["facts"]
+        here = self.options | self.facts
+        self.findings = examine(saved, here, self.options["resume.allow"])
+        refuse(self.findings, str(path))
+        next_step = counters["step"] + 1
+        before, now = (_rate(options, next_step) for options in (counters["options"], self.options))
+        if before != now:
+            name = f"learning rate of step {next_step}"
+            self.findings.append(Finding(name, before, now, "follows from the options"))
+        self._refuse_skipping_back(counters)
 
     def rng(self) -> torch.Tensor:
         """States of the CPU's, and of megatron-core's tracked, random generators."""
@@ -64,27 +91,28 @@ class RunState:
     def restore(self, counters: dict[str, Any], rng: torch.Tensor | None) -> None:
         """Take over what `counters` and `rng` gave; the tensors are loaded already.
 
-        Raises ConfigError for what differs in identity.
+        Collective over all processes of all replicas.
         """
-        differences = _differences(counters["identity"], self.identity)
-        if differences:
-            raise ConfigError(
-                f"{'; '.join(differences)} in the checkpoint; a resumed run must go on with the "
-                "same"
-            )
-        before = counters["options"]
-        self.changed = [
-            (key, before.get(key), now)
-            for key, now in self.options.items()
-            if before.get(key) != now
-        ]
+        saved = counters["options"] | counters["facts"]
         self.step = counters["step"]
+        goes_on = all(saved[name] == value for name, value in self._samples.order.items())
+        sample = counters["sample"] if goes_on else 0
+        self._samples.start(Position(self.step, sample, counters["tokens"]))
         self._inner.steps = counters["optimizer_steps"]
         if self._outer:
             self._outer.restore(counters["outer"])
         self._inner.write_weights()
         if rng is not None:
             self._set_generators(rng)
+
+    def _refuse_skipping_back(self, counters: dict[str, Any]) -> None:
+        for window in self.options["data.skip"]:
+            if window[0] < counters["sample"] and window not in counters["options"]["data.skip"]:
+                raise ConfigError(
+                    f"data.skip: {window} begins before sample {counters['sample']}, with which "
+                    f"step {counters['step'] + 1} begins, so it was trained on already; resume "
+                    "from an earlier checkpoint, or leave out what comes later"
+                )
 
     def _generators(self) -> list[torch.Tensor]:
         tracked = get_cuda_rng_tracker().get_states()
@@ -98,13 +126,6 @@ class RunState:
         tracker.set_states(dict(zip(names, parts[1:], strict=True)))
 
 
-def _differences(saved: dict[str, Any], here: dict[str, Any], prefix: str = "") -> list[str]:
-    """ "NAME is VALUE and was VALUE" for each entry that differs, also in nested dicts."""
-    found = []
-    for name in sorted(saved.keys() | here.keys()):
-        was, now = saved.get(name), here.get(name)
-        if isinstance(was, dict) and isinstance(now, dict):
-            found += _differences(was, now, f"{prefix}{name} ")
-        elif was != now:
-            found.append(f"{prefix}{name} is {now} and was {was}")
-    return found
+def _rate(options: dict[str, Any], step: int) -> float:
+    config = from_options(options)
+    return learning_rate(step, config.train.steps, config.optimizer)

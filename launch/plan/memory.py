@@ -16,11 +16,9 @@ from megatron_ext.model.gpt import skeleton
 from megatron_ext.model.logical import (
     LogicalParameter,
     describe_parameter,
-    kind_of,
-    logical_shapes,
 )
 from megatron_ext.muon.plan import StagePlan, plan_stage
-from megatron_ext.muon.routing import route
+from megatron_ext.muon.routing import route_all
 from megatron_ext.muon.views import total_numel
 from megatron_ext.replicas import ParallelConfig
 from pretrain.settings import RunConfig
@@ -100,10 +98,7 @@ def with_activations_of(
 def stage_plans(config: RunConfig) -> list[StagePlan]:
     """The plan of each pipeline stage, as the processes of a run make it."""
     model, parallel = config.model, config.parallel
-    routes = {
-        name: route(name, kind_of(name), shape, config.optimizer)
-        for name, shape in logical_shapes(model).items()
-    }
+    routes = route_all(model, config.optimizer)
     described = _parameters(model, parallel)
     virtual_stages = parallel.pp * parallel.interleave
     chunks: list[list[LogicalParameter]] = [[] for _ in range(virtual_stages)]
@@ -234,6 +229,9 @@ def _layer_bytes_per_token(config: RunConfig, recompute: str, on_gpu: bool) -> f
     attention = element * (hidden + 2 * kv) + element * (hidden + kv) + element * hidden
     if not on_gpu:
         attention += (8 if element == 2 else 4) * (hidden + kv)  # norms of Q and K
+    if model.attention_gate:
+        # The gate beside Q, K and V, its sigmoid in FP32, and the gated context.
+        attention += hidden * (2 * element + _FP32)
     # FC1's result; and SiLU's result, the contiguous up, and the product, unless one kernel.
     feed_forward = ffn * element * (3 if on_gpu else 5)
     if recompute == "selective":

@@ -2,17 +2,17 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.checkpoint import folders
 from megatron_ext.checkpoint.agreement import Council
-from megatron_ext.checkpoint.loading import InnerState, Load, verify
+from megatron_ext.checkpoint.loading import InnerState, Load, load_weights, verify
 from megatron_ext.checkpoint.saved import find
 from megatron_ext.checkpoint.saving import Save, Written
 from megatron_ext.checkpoint.staging import Staging, in_place
-from megatron_ext.checkpoint.state import TrainingState
+from megatron_ext.checkpoint.state import StateTensor, TrainingState
 from megatron_ext.errors import ConfigError, DataError, StackError, TrainingError
 from megatron_ext.replicas import Replicas
 
@@ -96,6 +96,17 @@ class Checkpoints:
         content = verify(path, self._replicas, self._everyone)
         load = Load(path, content, self._replicas, inner)
         load.run(state, self._in_replica, self._everyone)
+
+    def load_weights(self, path: Path, masters: Iterable[StateTensor]) -> Path:
+        """Check every file of a checkpoint, then fill the masters with its global weights.
+
+        `path` is a checkpoint's, or a folder of checkpoints, whose newest is taken. Nothing else of
+        it is taken over. Returns which one it was. Raises what `load` raises.
+        """
+        chosen = self._everyone.decide("search for weights", None, lambda _: find(path)[-1])
+        verify(chosen, self._replicas, self._everyone)
+        load_weights(chosen, list(masters), self._in_replica, self._everyone)
+        return chosen
 
     def save(self, state: TrainingState, step: int) -> Outcome:
         """Save; returns once the checkpoint is committed.

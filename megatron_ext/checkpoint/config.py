@@ -16,5 +16,3 @@ class CheckpointConfig(Section):
     """Checkpoints of steps that are a multiple of this stay for good; 0 keeps none of them."""
     background: bool = False
     """Write while training goes on, from a copy in host memory; the last one is waited for."""
-    fallback: bool = False
-    """With resume=auto and a damaged newest checkpoint, set it aside and take the one before."""

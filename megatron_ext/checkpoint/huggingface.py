@@ -135,6 +135,11 @@ def write(
     `eod`: the token that ends a document. `progress` is told of each tensor's bytes. Raises
     ConfigError if the checkpoint is not of this model, and DataError if it cannot be read.
     """
+    if model.attention_gate:
+        raise ConfigError(
+            "model.attention_gate=true: neither of the two Hugging Face models that export knows, "
+            "Qwen3 and Gemma3, has such a gate"
+        )
     _check_model(saved, model)
     _write_json(folder / "config.json", config_of(model, dtype, eod))
     shards = _Shards(folder)

@@ -11,6 +11,7 @@ from megatron_ext.blocks import Block
 from megatron_ext.checkpoint import index, manifest, storage
 from megatron_ext.checkpoint.agreement import Council, Failure
 from megatron_ext.checkpoint.manifest import Manifest
+from megatron_ext.checkpoint.saved import Saved
 from megatron_ext.checkpoint.saving import COUNTERS, SHARED, layout_of, replica_folder
 from megatron_ext.checkpoint.state import (
     MASTER_KIND,
@@ -51,6 +52,38 @@ def verify(path: Path, replicas: Replicas, everyone: Council) -> Manifest:
     return content
 
 
+def load_weights(
+    path: Path, tensors: list[StateTensor], in_replica: Council, everyone: Council
+) -> None:
+    """Fill a replica's masters with the global weights of a checkpoint that `verify` found whole.
+
+    Raises, on every process, ConfigError if it is of another model, and DataError if reading fails.
+    """
+    folder, kind = Saved(path).global_folder
+    wanted = [(kind, block, tensor) for _, block, tensor in tensors]
+    stored = {
+        key: (entry.shape, entry.dtype)
+        for key, entry in index.read(path / folder).items()
+        if key.startswith(f"{kind}.")
+    }
+
+    def judge(words: list[dict[str, Any]]) -> None:
+        here = {key: form for word in words for key, form in word.items()}
+        for key in sorted(here.keys() | stored.keys()):
+            if here.get(key) != stored.get(key):
+                raise ConfigError(
+                    f"the weights of {path} do not fit this model: {key.removeprefix(kind + '.')} "
+                    f"is {_shape_text(stored.get(key))} there and {_shape_text(here.get(key))} "
+                    "here; compare model.*"
+                )
+
+    in_replica.decide(f"weights of {path}", _described(wanted), judge)
+    failure = Failure()
+    with failure.catch():
+        storage.read(path / folder, wanted)
+    everyone.decide(f"load of {path}", failure.error, _refuse_failure)
+
+
 InnerState = Literal["clone", "mean", "zero"]
 """What a replica that the checkpoint does not hold takes for inner optimizer state: that of replica
 (its index modulo the saved number), the mean over the saved replicas, or zeros."""
@@ -79,6 +112,8 @@ class Load:
         Raises, on every process, ConfigError if checkpoint and run do not hold the same state, and
         DataError if reading fails.
         """
+        counters = self._counters()
+        state.accept(counters, self._path)
         wanted = self._wanted(state)
         in_replica.decide(
             f"contents of {self._path}",
@@ -95,7 +130,6 @@ class Load:
                 else:
                     storage.read(self._path / folder, tensors)
             rng = self._rng(state)
-            counters = self._counters()
         everyone.decide(f"load of {self._path}", failure.error, _refuse_failure)
         state.restore(counters, rng)
 
@@ -206,7 +240,7 @@ def _refuse_damage(path: Path, words: list[list[str]]) -> None:
         more = f" (and {len(damages) - 3} more)" if len(damages) > 3 else ""
         raise DataError(
             f"checkpoint {path} is damaged: {'; '.join(damages[:3])}{more}; "
-            "move it away, or set checkpoint.fallback=true, to resume from the one before"
+            "move it away, or set resume.fallback=true, to resume from the one before"
         )
 
 

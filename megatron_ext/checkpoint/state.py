@@ -1,6 +1,7 @@
 """What a checkpoint holds, as the training program hands it over."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -44,6 +45,12 @@ class TrainingState(Protocol):
 
     def rng(self) -> Tensor:
         """Random states of this rank: uint8 [bytes]."""
+
+    def accept(self, counters: dict[str, Any], path: Path) -> None:
+        """Raise ConfigError if the run cannot go on from the checkpoint with these counters.
+
+        Nothing is loaded yet. All processes get the same answer.
+        """
 
     def restore(self, counters: dict[str, Any], rng: Tensor | None) -> None:
         """Take over counters and random states; the live tensors are loaded already.

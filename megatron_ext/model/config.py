@@ -27,6 +27,8 @@ class ModelConfig(Section):
     """Tokens in one training sequence."""
     sandwich_norm: bool = True
     """Normalise also what attention and feed-forward add to the residual stream."""
+    attention_gate: bool = False
+    """Gate what each head gives by a sigmoid of the layer's input (arXiv 2505.06708, G1)."""
     tie_head: bool = False
     """Use the embedding as output head."""
     norm_epsilon: PositiveFloat = 1e-6

@@ -85,6 +85,7 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=True,
+        attention_output_gate=model.attention_gate,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
@@ -179,11 +180,13 @@ def _refuse_what_cannot_work(model: ModelConfig, parallel: ParallelConfig) -> No
             "model.implementation=transformer_engine: Transformer Engine is not installed here; "
             "install it or use model.implementation=plain"
         )
-    qkv_rows = (model.heads + 2 * model.kv_heads) * model.head_dim
+    query_heads = model.heads * (2 if model.attention_gate else 1)
+    qkv_rows = (query_heads + 2 * model.kv_heads) * model.head_dim
     if qkv_rows % parallel.tp:
+        gate = ", the gate" if model.attention_gate else ""
         raise ConfigError(
-            f"parallel.tp={parallel.tp} does not divide the {qkv_rows} rows of Q, K and V that "
-            f"model.heads={model.heads} and model.kv_heads={model.kv_heads} of width "
+            f"parallel.tp={parallel.tp} does not divide the {qkv_rows} rows of Q{gate}, K and V "
+            f"that model.heads={model.heads} and model.kv_heads={model.kv_heads} of width "
             f"{model.head_dim} make; use another of them"
         )
 

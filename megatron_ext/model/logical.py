@@ -136,6 +136,7 @@ def logical_shapes(config: "ModelConfig") -> dict[str, tuple[int, ...]]:
     layer = {
         "attention_norm": (hidden,),
         "attention.q": (hidden, hidden),
+        "attention.gate": (hidden, hidden),
         "attention.k": (kv_width, hidden),
         "attention.v": (kv_width, hidden),
         "attention.q_norm": (head_dim,),
@@ -150,6 +151,8 @@ def logical_shapes(config: "ModelConfig") -> dict[str, tuple[int, ...]]:
     }
     if not config.sandwich_norm:
         del layer["attention_post_norm"], layer["mlp_post_norm"]
+    if not config.attention_gate:
+        del layer["attention.gate"]
     shapes = {"embedding": (config.vocab_size, hidden)}
     for index in range(config.layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
@@ -268,13 +271,16 @@ def _with_global_layer(name: str, model: torch.nn.Module) -> str:
 def _qkv_runs(
     layer: str, config: "ModelConfig", shapes: dict[str, tuple[int, ...]]
 ) -> tuple[Run, ...]:
-    """Megatron-core's order: for each query group its query heads, its key, its value.
+    """Megatron-core's order: for each query group its query heads, their gates, its key, its value.
 
     With more ranks than groups the slice of a rank ends within a group; the runs still hold.
     """
     head_dim = config.head_dim
     groups = config.kv_heads
-    rows = {"q": config.heads // groups * head_dim, "k": head_dim, "v": head_dim}
+    of_queries = config.heads // groups * head_dim
+    rows = {"q": of_queries, "gate": of_queries, "k": head_dim, "v": head_dim}
+    if not config.attention_gate:
+        del rows["gate"]
     return tuple(
         Run(name := f"{layer}.attention.{part}", shapes[name], group * length, length)
         for group in range(groups)

@@ -68,7 +68,10 @@ def _attention(
     key, value = (kv.repeat_interleave(group, dim=1) for kv in (key, heads("v")))
     scores = query @ key.transpose(-1, -2) / model.head_dim**0.5
     probabilities = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-    return (probabilities @ value).transpose(1, 2).flatten(2) @ layer["attention.o"].T
+    context = (probabilities @ value).transpose(1, 2).flatten(2)
+    if model.attention_gate:
+        context = context * (x @ layer["attention.gate"].T).sigmoid()
+    return context @ layer["attention.o"].T
 
 
 def _rotate(x: torch.Tensor, base: int) -> torch.Tensor:

@@ -100,6 +100,12 @@ class InnerOptimizer:
         self.stage.gather_weights(at_once=False)
         return norm
 
+    def restart(self) -> None:
+        """Begin anew from the masters, which were changed before the first step."""
+        if self.average is not None:
+            self.average.copy_(self.masters)
+        self.write_weights()
+
     def write_weights(self) -> None:
         """Make the model's weights follow from the masters, after these were changed."""
         self._write(self._trained)

@@ -40,8 +40,8 @@ def route_all(model: ModelConfig, config: OptimizerConfig) -> dict[str, Route]:
                 f"optimizer.rules: {rule.match!r} matches no parameter; names are like "
                 "embedding, head, final_norm, layers.0.attention.q, layers.0.mlp.down"
             )
-    heads = {"attention.q": model.heads, "attention.k": model.kv_heads}
-    heads["attention.v"] = model.kv_heads
+    of_queries = dict.fromkeys(("attention.q", "attention.gate"), model.heads)
+    heads = of_queries | dict.fromkeys(("attention.k", "attention.v"), model.kv_heads)
     return {
         name: route(name, kind_of(name), shape, config, heads.get(name.split(".", 2)[-1], 1))
         for name, shape in shapes.items()

@@ -1,6 +1,7 @@
 """Whole training runs in forked ranks, for tests."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from pretrain import exit
 from pretrain.config import load
+from pretrain.samples import Batch, Samples, Split
 from tests.pretrain.corpus import VOCABULARY
 from tests.ranks import run
 
@@ -29,7 +31,7 @@ SMALL = {
 def train(blend: Path, folder: Path, timeout: float = 120, **options: Any) -> list[dict[str, Any]]:
     """Train the small model; dots in options are written as two underscores.
 
-    Returns for each rank its owned masters by block, and its anchor.
+    Returns for each rank its owned masters by block, its anchor, and the samples it was trained on.
     """
     values = SMALL | {"data.blend": blend, "run.dir": folder}
     values |= {key.replace("__", "."): value for key, value in options.items()}
@@ -53,6 +55,7 @@ def _train(rank: int, overrides: list[str]) -> dict[str, Any]:
 
     exit.quieten_imports()
     with open_session(load("demo", overrides)) as session:
+        seen = _watch(session.samples)
         loop.run(session)
         return {
             "masters": [
@@ -61,7 +64,23 @@ def _train(rank: int, overrides: list[str]) -> dict[str, Any]:
                 if kind == "master"
             ],
             "anchor": _anchor(session.outer),
+            "samples": seen,
         }
+
+
+def _watch(samples: Samples) -> list[bytes]:
+    """A list that grows by every sample that is trained on."""
+    seen: list[bytes] = []
+    micro_batches = samples.micro_batches
+
+    def watched(step: int, split: Split = "train") -> Iterator[Batch]:
+        for batch in micro_batches(step, split):
+            if split == "train":
+                seen.extend(tokens.numpy().tobytes() for tokens in batch["tokens"])
+            yield batch
+
+    samples.micro_batches = watched
+    return seen
 
 
 def _anchor(outer) -> torch.Tensor:

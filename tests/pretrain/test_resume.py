@@ -1,12 +1,14 @@
 """A run that was stopped and resumed is the run that was not."""
 
+import re
+
 import pytest
 import torch
 
 from megatron_ext.checkpoint.saved import Saved
 from megatron_ext.errors import ConfigError
 from tests.pretrain.corpus import write_corpus
-from tests.pretrain.runs import lines, train
+from tests.pretrain.runs import lines, losses, train
 
 STEPS = 10
 INTERVAL = 4
@@ -99,14 +101,54 @@ def test_options_that_changed_are_told_and_recorded(blend, tmp_path, capfd):
     train(blend, tmp_path, train__stop_at=4)
     train(blend, tmp_path, optimizer__lr=0.01, train__micro_batch=4)
     (resume,) = [line for line in lines(tmp_path, "events") if line["event"] == "resume"]
-    assert resume["changed"] == {"train.micro_batch": [2, 4], "optimizer.lr": [0.02, 0.01]}
-    assert "changed   optimizer.lr: 0.02 → 0.01" in capfd.readouterr().out
+    rates = {line["step"]: line["lr"] for line in lines(tmp_path, "metrics")}
+    assert resume["changed"] == {
+        "train.micro_batch": [2, 4],
+        "optimizer.lr": [0.02, 0.01],
+        "learning rate of step 5": [2 * rates[5], rates[5]],
+    }
+    said = capfd.readouterr().out
+    assert re.search(r"checkpoint +requested +effective +because", said)
+    assert re.search(r"optimizer.lr +0.02 +0.01 +0.01 +from the next step on", said)
 
 
 def test_a_model_that_computes_otherwise_is_refused_though_its_shapes_fit(blend, tmp_path):
     train(blend, tmp_path, train__stop_at=4)
-    with pytest.raises(ConfigError, match=r"model\.rope_base is 20000 and was 500000"):
+    with pytest.raises(ConfigError, match=r"rope_base is 20000 and was 500000.*resume.allow=\["):
         train(blend, tmp_path, model__rope_base=20000)
+    train(blend, tmp_path, model__rope_base=20000, resume__allow="[model.rope_base]")
+    assert len(losses(tmp_path)) == STEPS
+
+
+def test_a_longer_run_goes_on_with_the_samples_it_would_have_had(blend, tmp_path):
+    """The schedule is constant, so nothing but the order of samples depends on the length."""
+    options = {"optimizer__schedule": "constant", "optimizer__warmup_steps": 1}
+    train(blend, tmp_path / "straight", train__steps=8, **options)
+    train(blend, tmp_path / "longer", train__steps=4, **options)
+    train(blend, tmp_path / "longer", train__steps=8, **options)
+    assert losses(tmp_path / "longer") == losses(tmp_path / "straight")
+
+
+def test_weights_alone_begin_a_new_run_of_another_method(blend, tmp_path, capfd):
+    """From a data-parallel AdamW run into MuLoCo, on another layout."""
+    adamw = {"optimizer__name": "adamw", "optimizer__lr": 0.005}
+    train(blend, tmp_path / "old", train__steps=8, parallel__tp=2, **adamw)
+    muloco = {"parallel__replicas": 2, "outer__interval": 2, "train__steps": 2}
+    train(blend, tmp_path / "new", resume__weights=tmp_path / "old", **muloco)
+    assert "step, optimizer and data begin anew" in capfd.readouterr().out
+    (start,) = [line for line in lines(tmp_path / "new", "events") if line["event"] == "start"]
+    assert start["weights"] == str(tmp_path / "old/checkpoints/step-00000008")
+    old, new = losses(tmp_path / "old"), losses(tmp_path / "new")
+    assert new[0] < old[4] < old[0]
+    # The same command again goes on with the run, not with the weights.
+    train(blend, tmp_path / "new", resume__weights=tmp_path / "old", **muloco)
+    assert "nothing to do" in capfd.readouterr().out
+
+
+def test_weights_of_another_model_are_refused_by_the_tensors_name(blend, tmp_path):
+    train(blend, tmp_path / "old", train__steps=1)
+    with pytest.raises(ConfigError, match=r"do not fit this model: .*mlp.down is \[64, 96\]"):
+        train(blend, tmp_path / "new", resume__weights=tmp_path / "old", model__ffn=128)
 
 
 def test_another_runs_checkpoint_is_refused_where_a_run_already_is(blend, tmp_path):

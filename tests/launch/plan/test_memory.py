@@ -137,6 +137,7 @@ def keep(rank: int, overrides: list[str]) -> int:
     [
         {},
         {"train.precision": "bf16", "model.kv_heads": 2},
+        {"train.precision": "bf16", "model.attention_gate": "true"},
         {"train.precision": "bf16", "train.recompute": "selective"},
         {"train.precision": "bf16", "parallel.tp": 2},
         {"train.precision": "bf16", "parallel.tp": 2, "parallel.sequence_parallel": "true"},

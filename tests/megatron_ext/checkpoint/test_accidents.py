@@ -226,7 +226,7 @@ def test_the_newest_undamaged_checkpoint_is_taken_where_that_is_allowed(tmp_path
     run(_save, 4, tmp_path, TWO_REPLICAS, [5, 10, 15], 3)
     for step in (10, 15):
         _damage(tmp_path / f"step-000000{step}")
-    with pytest.raises(DataError, match=r"step-00000015 is damaged.*checkpoint.fallback=true"):
+    with pytest.raises(DataError, match=r"step-00000015 is damaged.*resume.fallback=true"):
         run(_resume, 4, tmp_path, TWO_REPLICAS)
     assert run(_fall_back, 4, tmp_path) == [("step-00000005", 5, [])] * 4
     assert _names(tmp_path) == [

@@ -117,6 +117,13 @@ def test_a_configuration_of_another_model_is_refused_by_the_first_name_that_diff
         huggingface.write(saved, _model(ffn=64), tmp_path, torch.float32)
 
 
+def test_a_gated_model_is_refused_because_no_model_of_theirs_has_the_gate(tmp_path):
+    run(_save, 1, tmp_path, _model(attention_gate=True), ParallelConfig())
+    saved = Saved(tmp_path / "step-00000001")
+    with pytest.raises(ConfigError, match=r"model\.attention_gate=true"):
+        huggingface.write(saved, _model(attention_gate=True), tmp_path, torch.float32)
+
+
 def test_an_export_never_replaces_or_leaves_half_of_a_folder(tmp_path):
     (tmp_path / "there").mkdir()
     with (

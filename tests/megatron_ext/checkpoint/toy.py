@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,7 +92,9 @@ class ToyState:
     def rng(self) -> Tensor:
         return self.random
 
-    def restore(self, counters: dict[str, Any], rng: Tensor | None) -> None:
+    def accept(self, counters: dict[str, Any], path: Path) -> None:
         assert counters["schedule"]["step"] == counters["step"]
+
+    def restore(self, counters: dict[str, Any], rng: Tensor | None) -> None:
         self.step = counters["step"]
         self.restored_rng = rng

@@ -19,7 +19,7 @@ from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.muon.newton_schulz import update_scale
 from megatron_ext.muon.optimizer import InnerOptimizer
 from megatron_ext.muon.reference import orthogonalize
-from megatron_ext.muon.routing import route
+from megatron_ext.muon.routing import route_all
 from megatron_ext.muon.stage import Stage
 from megatron_ext.replicas import ParallelConfig, initialize_megatron, join
 from tests.ranks import run
@@ -33,8 +33,8 @@ def make(parallel: ParallelConfig, model: ModelConfig, config: OptimizerConfig) 
     host.prepare()
     initialize_megatron(parallel, SEED)
     chunks = build(model, parallel, precision="fp32", recompute="none", seed=SEED)
-    routes = {n: route(n, kind_of(n), s, config) for n, s in logical_shapes(model).items()}
-    stage = Stage(chunks, describe(chunks, model, parallel), routes, chunks[0].config)
+    logical = describe(chunks, model, parallel)
+    stage = Stage(chunks, logical, route_all(model, config), chunks[0].config)
     whole = cache(lambda name: draw(name, model, SEED))
     return InnerOptimizer(stage, config, lambda block: whole(block.name)[block.slices])
 

@@ -38,7 +38,8 @@ def layouts(draw) -> tuple[ModelConfig, int]:
     kv_heads = draw(st.sampled_from([1, 2, 4, 8]))
     heads = math.lcm(tp, kv_heads) * draw(st.integers(1, 2))
     head_dim = draw(st.sampled_from([2, 6]))
-    assume((heads + 2 * kv_heads) * head_dim % tp == 0)
+    attention_gate = draw(st.booleans())
+    assume(((1 + attention_gate) * heads + 2 * kv_heads) * head_dim % tp == 0)
     model = model_config(
         layers=2,
         hidden=heads * head_dim,
@@ -46,6 +47,7 @@ def layouts(draw) -> tuple[ModelConfig, int]:
         kv_heads=kv_heads,
         ffn=tp * draw(st.integers(1, 5)),
         vocab_size=tp * draw(st.integers(1, 5)),
+        attention_gate=attention_gate,
         sandwich_norm=draw(st.booleans()),
         tie_head=draw(st.booleans()),
     )

@@ -27,11 +27,13 @@ MODELS = {
     "grouped queries": {"kv_heads": 2},
     "tied head": {"tie_head": True},
     "no sandwich norms": {"sandwich_norm": False},
+    "gated attention": {"attention_gate": True},
     "document masking": {"document_masking": True},
     "all of them": {
         "kv_heads": 2,
         "tie_head": True,
         "sandwich_norm": False,
+        "attention_gate": True,
         "document_masking": True,
     },
 }
@@ -61,9 +63,10 @@ def test_model_variants_match_the_reference(variant, layout):
     check(megatron_step(model, LAYOUTS[layout]), model)
 
 
+@pytest.mark.parametrize("attention_gate", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_more_ranks_than_key_heads(sequence_parallel):
-    model = model_config(kv_heads=2)
+def test_more_ranks_than_key_heads(sequence_parallel, attention_gate):
+    model = model_config(kv_heads=2, attention_gate=attention_gate)
     check(
         megatron_step(model, ParallelConfig(tp=4, sequence_parallel=sequence_parallel)),
         model,

@@ -66,9 +66,9 @@ def test_a_rule_that_says_nothing_is_refused(rule):
 
 
 def test_heads_are_split_only_where_they_are():
-    found = routes(per_head=True)
-    heads = {name: found[f"layers.0.{name}"].heads for name in ("attention.q", "attention.o")}
-    assert heads == {"attention.q": 4, "attention.o": 1}
+    found = routes(model=MODEL.model_copy(update={"attention_gate": True}), per_head=True)
+    heads = {part: found[f"layers.0.attention.{part}"].heads for part in ("q", "gate", "k", "o")}
+    assert heads == {"q": 4, "gate": 4, "k": 1, "o": 1}
     q = found["layers.0.attention.q"]
     assert q.part((64, 64)) == (16, 64)
     assert q.scale == pytest.approx((16 / 64) ** 0.5)
