@@ -81,6 +81,7 @@ _RULES: tuple[tuple[str, Verdict, str], ...] = (
     ("parallel.replicas", "honoured", "all start from the mean of the saved replicas' masters"),
     ("parallel.", "honoured", "the checkpoint holds whole matrices"),
     ("optimizer.name", "refused", _NOT_SAVED),
+    ("optimizer of ", "refused", _NOT_SAVED),
     ("outer.optimizer", "refused", _NOT_SAVED),
     ("outer.fragments", "refused", "each fragment is at its own place in the round"),
     ("outer.fragment_order", "refused", "each fragment is at its own place in the round"),
@@ -152,8 +153,8 @@ def refuse(findings: Sequence[Finding], path: str) -> None:
         f"{found.name} is {_text(found.requested)} and was {_text(found.checkpoint)}: {found.rule}"
         for found in refused
     )
-    names = sorted({found.allowance for found in refused if found.allowance})
-    hint = f"; if that is meant, resume.allow=[{','.join(names)}]" if names else ""
+    names = sorted({found.allowance or "" for found in refused})
+    hint = f"; if that is meant, resume.allow=[{','.join(names)}]" if all(names) else ""
     raise ConfigError(f"{path} cannot go on like this: {named}{hint}")
 
 
@@ -169,5 +170,5 @@ def table_text(findings: Sequence[Finding]) -> str:
 
 
 def _text(value: Any) -> str:
-    text = "—" if value is None else json.dumps(value).strip('"')
+    text = "—" if value is None else json.dumps(value, ensure_ascii=False).strip('"')
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"

@@ -62,9 +62,7 @@ class Session:
             self.outer = OuterLoop(self.inner, config.outer, replicas, config.train.steps)
         # As it comes back from a checkpoint, where a tuple is a list.
         options = json.loads(json.dumps({key: value for key, value, _ in resolved.leaves()}))
-        facts = self.samples.facts | {
-            f"routing {name}": text for name, text in routing.identity(routes).items()
-        }
+        facts = self.samples.facts | routing.identity(routes)
         self.state = RunState(self.inner, self.outer, self.samples, options, facts)
         resume = config.resume
         resumed_from = self._checkpoints.resume(
@@ -77,11 +75,12 @@ class Session:
         self._log = self._display = None
         if self._speaks:
             write(resolved, folder / "config.yaml")
-            table.write(rows, folder / "routing.json")
+            routes_file = folder / "routing.json"
+            table.write(rows, routes_file)
             self._log = RunLog(folder, self.state.step)
             self._display = Display(config.train.steps, self.state.step)
             self._announce(resumed_from, weights_from, wire_bytes)
-            self._display.say(table.as_text(rows))
+            self._display.say(f"{table.summary(rows)}\nwith scales and homes: {routes_file}")
             if verdict:
                 self._display.say(f"self-check of the optimizer: {verdict}")
 

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 
 import torch
 
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.muon.exchange import exchange
-from megatron_ext.muon.newton_schulz import newton_schulz_flops
+from megatron_ext.muon.newton_schulz import Kernel, newton_schulz_flops
 from megatron_ext.muon.plan import Unit
 from megatron_ext.muon.routing import Route
 from megatron_ext.muon.stage import Stage
-from megatron_ext.muon.update import muon_step
+from megatron_ext.muon.update import kernel, muon_step
 from megatron_ext.muon.views import views
 
 
@@ -43,6 +43,15 @@ class MatrixBatch:
 
     def _kind(self, unit: Unit) -> tuple[tuple[int, ...], Route]:
         return unit.shape, replace(self._stage.plan.routes[unit.name], reason="")
+
+    def kernels(self, config: OptimizerConfig) -> dict[str, Kernel]:
+        """What computes the products of each owned matrix."""
+        owned = iter(self.owned)
+        return {
+            unit.name: kernel(shape, route, config, self._stage.device)
+            for shape, route in self._groups
+            for unit in islice(owned, shape[0])
+        }
 
     def gradients(self) -> list[tuple[str, torch.Tensor]]:
         """Name and gradient of each piece that lies on this rank."""

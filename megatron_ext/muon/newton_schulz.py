@@ -4,6 +4,7 @@ Source: Muon (Jordan et al., 2024); the coefficient sets are emerging-optimizers
 """
 
 import math
+from typing import Literal
 
 import torch
 from emerging_optimizers import triton_kernels
@@ -22,6 +23,14 @@ _SYRK_MULTIPLE = 8
 
 # GPUs for which emerging-optimizers vouches for that kernel.
 _SYRK_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
+
+Kernel = Literal["plain", "batched", "syrk"]
+
+_STEPS = {
+    "plain": muon_utils.newton_schulz_step,
+    "batched": muon_utils.batched_newton_schulz_step,
+    "syrk": muon_utils.newton_schulz_step_tsyrk,
+}
 
 # Bounds the memory of a batch, about 16 bytes for each element.
 _BATCH_NUMEL = 2**26
@@ -60,8 +69,8 @@ def newton_schulz(
 ) -> torch.Tensor:
     """As `orthogonalize`, with the result left in `dtype`, contiguous.
 
-    `syrk`: compute only half of each symmetric product of a single BF16 matrix, by
-    emerging-optimizers' kernel; `refuse_syrk` tells where that cannot be.
+    `syrk`: compute only half of each symmetric product, where `kernel_of` says so; `refuse_syrk`
+    tells which machines cannot.
     """
     x = normalize(matrix).to(dtype)
     tall = matrix.size(-2) > matrix.size(-1)
@@ -69,15 +78,21 @@ def newton_schulz(
         x = x.mT
     # The products are slower on a transposed view than the one copy.
     x = x.contiguous()
-    if x.ndim == 3:
-        step = muon_utils.batched_newton_schulz_step
-    elif syrk and all(size % _SYRK_MULTIPLE == 0 for size in x.shape):
-        step = muon_utils.newton_schulz_step_tsyrk
-    else:
-        step = muon_utils.newton_schulz_step
+    step = _STEPS[kernel_of(tuple(x.shape), syrk)]
     for a, b, c in coefficients_of(coefficients, steps):
         x = step(x, a, b, c)
     return x.mT.contiguous() if tall else x
+
+
+def kernel_of(shape: tuple[int, ...], syrk: bool) -> Kernel:
+    """What computes the products for a matrix [rows, cols], or for a batch [n, rows, cols].
+
+    emerging-optimizers' symmetric kernel takes a single BF16 matrix, and loads rows of whole
+    multiples of 16 bytes: other matrices have plain products also where `syrk` asks for it.
+    """
+    if len(shape) == 3:
+        return "batched"
+    return "syrk" if syrk and all(size % _SYRK_MULTIPLE == 0 for size in shape) else "plain"
 
 
 def refuse_syrk(device: torch.device) -> None:

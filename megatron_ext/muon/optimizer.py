@@ -18,7 +18,7 @@ from megatron_ext.errors import TrainingError
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.muon.elementwise import Elementwise
 from megatron_ext.muon.matrices import MatrixBatch, cut_into_batches
-from megatron_ext.muon.newton_schulz import refuse_syrk
+from megatron_ext.muon.newton_schulz import Kernel, refuse_syrk
 from megatron_ext.muon.plan import whole_block
 from megatron_ext.muon.stage import Stage
 from megatron_ext.muon.views import total_numel, views
@@ -159,6 +159,14 @@ class InnerOptimizer:
         for kind, flat, blocks in kinds:
             for block, view in zip(blocks, views(flat, [b.size for b in blocks]), strict=True):
                 yield kind, block, view
+
+    def kernels(self) -> dict[str, Kernel]:
+        """What computes the Newton–Schulz products of each matrix whose home this rank is."""
+        return {
+            name: kernel
+            for batch in self._batches
+            for name, kernel in batch.kernels(self.config).items()
+        }
 
     def _clip(self) -> float:
         """Scale the owned gradients to a norm of at most `clip`; returns the norm before."""

@@ -103,13 +103,18 @@ def fold[Value](table: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def identity(routes: Mapping[str, Route]) -> dict[str, str]:
-    """The folded routes as texts, for checkpoints: a resumed run must have the same."""
-    return {
-        name: (
-            f"{route.optimizer}, scale {route.scale:g}, lr × {route.lr_factor:g}, "
+    """The folded routes as texts, for checkpoints, which tell by them how a resumed run differs.
+
+    Which optimizer a parameter has stands apart: it decides which state there is.
+    """
+    optimizers = {name: route.optimizer for name, route in routes.items()}
+    factors = {name: replace(route, reason="") for name, route in routes.items()}
+    return {f"optimizer of {name}": optimizer for name, optimizer in fold(optimizers).items()} | {
+        f"routing {name}": (
+            f"scale {route.scale:g}, lr × {route.lr_factor:g}, "
             f"weight decay {route.weight_decay:g}, heads {route.heads}"
         )
-        for name, route in fold(routes).items()
+        for name, route in fold(factors).items()
     }
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_ext.muon.newton_schulz import Kernel
 from megatron_ext.muon.optimizer import InnerOptimizer
-from megatron_ext.muon.routing import Route, fold, ranges
+from megatron_ext.muon.routing import Route, fold
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Row:
     name: str
     shape: tuple[int, ...]
     split: str  # "whole", or the logical parameters that share one weight, as in "q+k+v"
+    kernel: Kernel | None  # what computes the products, for a Muon matrix
     route: Route
     owners: tuple[int, ...]  # ranks in the replica; a Muon matrix has one, its home
 
@@ -26,7 +28,11 @@ def rows_of(optimizer: InnerOptimizer) -> list[Row]:
     """A row for each parameter of the whole model. A collective call of the replica's ranks."""
     plan = optimizer.stage.plan
     splits = {name: _split(p.names) for p in plan.parameters for name in p.names}
-    mine = {block.name: (block.shape, splits[block.name]) for block in optimizer.blocks}
+    kernels = optimizer.kernels()
+    mine = {
+        block.name: (block.shape, splits[block.name], kernels.get(block.name))
+        for block in optimizer.blocks
+    }
     everyone: list[dict] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     owners: dict[str, list[int]] = {}
@@ -43,38 +49,39 @@ def rows_of(optimizer: InnerOptimizer) -> list[Row]:
 
 def write(rows: Sequence[Row], path: Path) -> None:
     """As JSON: a list with an object for each parameter."""
-    objects = [
-        {"name": row.name, "shape": row.shape, "split": row.split, "owners": row.owners}
-        | asdict(row.route)
-        for row in rows
-    ]
+    objects = [asdict(row) for row in rows]
+    objects = [each | each.pop("route") for each in objects]
     temporary = path.with_name(f"{path.name}.partial")
     temporary.write_text(json.dumps(objects, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 
-def as_text(rows: Sequence[Row]) -> str:
-    """For a terminal, with equal rows of layers as one."""
-    owners: dict[tuple, set[int]] = {}
+def summary(rows: Sequence[Row]) -> str:
+    """For a terminal: a line for all that are updated alike and for the same reason."""
+    alike: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        owners.setdefault(_kind(row.name, _same(row)), set()).update(row.owners)
-    lines = [("parameter", "shape", "split", "optimizer", "scale", "lr ×", "decay", "ranks", "why")]
-    for name, same in fold({row.name: _same(row) for row in rows}).items():
-        shape, split, route = same
-        lines.append(
-            (
-                name,
-                " × ".join(map(str, shape)),
-                f"{split}, {route.heads} heads" if route.heads > 1 else split,
-                route.optimizer,
-                f"{route.scale:.4g}",
-                f"{route.lr_factor:g}",
-                f"{route.weight_decay:g}",
-                ranges(sorted(owners[_kind(name, same)])),
-                route.reason,
-            )
-        )
+        route = row.route
+        heads = f", {route.heads} heads" if route.heads > 1 else ""
+        kind = (route.optimizer + heads, f"{route.lr_factor:g}", f"{route.weight_decay:g}")
+        alike.setdefault((*kind, route.reason), []).append(row)
+    lines = [("optimizer", "parameters", "lr ×", "decay", "products", "why", "which")]
+    for (optimizer, *factors, why), some in sorted(alike.items(), reverse=True):
+        kernels = ", ".join(sorted({row.kernel for row in some if row.kernel}))
+        which = _folded([row.name for row in some])
+        lines.append((optimizer, str(len(some)), *factors, kernels, why, which))
     return align(lines)
+
+
+def _folded(names: Sequence[str]) -> str:
+    """ "layers.0-3.attention.{q,k}, layers.0-3.mlp.down" for the names of those twelve."""
+    last_parts: dict[str, list[str]] = {}
+    for name in fold(dict.fromkeys(names)):
+        *parents, last = name.rsplit(".", 1)
+        last_parts.setdefault(f"{parents[0]}." if parents else "", []).append(last)
+    return ", ".join(
+        f"{parent}{{{','.join(last)}}}" if len(last) > 1 else f"{parent}{last[0]}"
+        for parent, last in last_parts.items()
+    )
 
 
 def align(lines: Sequence[Sequence[str]]) -> str:
@@ -85,14 +92,6 @@ def align(lines: Sequence[Sequence[str]]) -> str:
         for line in lines
     )
     return "\n".join(line.rstrip() for line in padded)
-
-
-def _same(row: Row) -> tuple[tuple[int, ...], str, Route]:
-    return row.shape, row.split, row.route
-
-
-def _kind(name: str, same: tuple) -> tuple:
-    return name.split(".", 2)[-1], same
 
 
 def _split(names: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_ext.muon.config import OptimizerConfig
-from megatron_ext.muon.newton_schulz import batch_size, newton_schulz
+from megatron_ext.muon.newton_schulz import Kernel, batch_size, kernel_of, newton_schulz
 from megatron_ext.muon.routing import Route
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -30,7 +30,7 @@ def muon_step(
     if moment is not None:
         moment = moment.view(-1, part[0], 1)
     lr *= route.lr_factor
-    together = batch_size(part, masters.device)
+    together = min(len(masters), batch_size(part, masters.device))
     for first in range(0, len(masters), together):
         some = slice(first, first + together)
         orthogonal = _orthogonalize(direction[some], config)
@@ -38,6 +38,15 @@ def muon_step(
             orthogonal = _even_rows(orthogonal.float(), moment[some], config.normuon_beta2)
         decay(masters[some], orthogonal, lr * route.weight_decay, config.cautious_decay)
         masters[some].add_(orthogonal, alpha=-lr * route.scale)
+
+
+def kernel(
+    shape: tuple[int, int, int], route: Route, config: OptimizerConfig, device: torch.device
+) -> Kernel:
+    """What computes `muon_step`'s products for [n, rows, cols] matrices that share the route."""
+    part = route.part(shape[1:])
+    together = min(shape[0] * route.heads, batch_size(part, device))
+    return kernel_of((together, *part) if together > 1 else part, config.syrk)
 
 
 def decay(weight: torch.Tensor, direction: torch.Tensor, amount: float, cautious: bool) -> None:

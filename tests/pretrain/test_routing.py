@@ -28,8 +28,9 @@ def test_the_folder_holds_a_row_for_each_parameter_with_its_home(blend, tmp_path
     homes = [tuple(row["owners"]) for row in rows.values() if row["optimizer"] == "muon"]
     assert set(homes) == {(0,), (1,)}
     assert rows["embedding"]["owners"] == [0, 1]
-    (line,) = (line for line in capfd.readouterr().out.splitlines() if ".attention.v" in line)
-    assert line.split()[0] == "layers.0-3.attention.v"
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if "*.attention.v" in line)
+    assert line.split()[:4] == ["muon", "4", "0.5", "0"]
+    assert line.endswith("layers.0-3.attention.v")
 
 
 def test_another_routing_is_refused_with_what_differs(blend, tmp_path):
@@ -37,9 +38,22 @@ def test_another_routing_is_refused_with_what_differs(blend, tmp_path):
     with pytest.raises(ConfigError) as caught:
         train(blend, tmp_path, optimizer__rules=RULES)
     message = str(caught.value)
-    assert "routing layers.0-3.attention.v is muon" in message
-    assert "lr × 0.5" in message
+    assert "routing layers.0-3.attention.v is scale 1, lr × 0.5" in message
     assert "attention.q" not in message
+    assert "resume.allow=[routing]" in message
+
+
+def test_another_optimizer_for_some_is_refused_by_their_names_before_a_tensor_is_missed(
+    blend, tmp_path
+):
+    train(blend, tmp_path, train__stop_at=1)
+    rules = '[{match: "layers.1.*", optimizer: adamw}]'
+    with pytest.raises(ConfigError) as caught:
+        train(blend, tmp_path, optimizer__rules=rules, resume__allow="[routing]")
+    message = str(caught.value)
+    assert "optimizer of layers.1.attention.v is adamw" in message
+    assert "resume.weights" in message
+    assert "resume.allow" not in message
 
 
 def test_rules_are_read_from_the_command_line_and_written_back():
