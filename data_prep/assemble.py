@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -122,11 +122,16 @@ def assemble(
         return Output(**files.read_json(done))
     base.parent.mkdir(parents=True, exist_ok=True)
     bin_path, idx_path = (base.with_name(base.name + suffix) for suffix in (".bin", ".idx"))
-    sha256 = _append(work, target, bin_path, advance)
+    folders = [work.unit_folder(piece.unit) for piece in target.pieces]
+    parts = [
+        Part(folder / f"{target.split}.bin", p.bytes, p.tokens, p.sha256, p.below)
+        for folder, p in zip(folders, target.pieces, strict=True)
+    ]
+    remedy = "delete its folder and run the same command again"
+    sha256 = append(parts, bin_path, advance, remedy)
 
     def lengths() -> Iterator[np.ndarray]:
-        for piece in target.pieces:
-            folder = work.unit_folder(piece.unit)
+        for piece, folder in zip(target.pieces, folders, strict=True):
             found = sampling.lengths_of(folder, target.split)
             if piece.below < sampling.ALL:
                 found = found[sampling.kept_of(folder, target.split, piece.below)]
@@ -150,21 +155,36 @@ def assemble(
     return output
 
 
-def _append(work: WorkFolder, target: Target, path: Path, advance: Callable[[int], None]) -> str:
-    """Append each part to `path` and delete it. Returns the hash of the whole."""
-    parts = [work.unit_folder(piece.unit) / f"{target.split}.bin" for piece in target.pieces]
-    moved = next((i for i, part in enumerate(parts) if part.exists()), len(parts))
-    moved_bytes = sum(piece.bytes for piece in target.pieces[:moved])
+class Part(NamedTuple):
+    """A file of tokens that is moved into another; of it, the hashes under `below` are taken.
+
+    `bytes` and `tokens` count what is taken; `sha256` is that of the whole file.
+    """
+
+    path: Path
+    bytes: int
+    tokens: int
+    sha256: str
+    below: int = sampling.ALL
+
+
+def append(parts: list[Part], path: Path, advance: Callable[[int], None], remedy: str = "") -> str:
+    """Append each part to `path` and delete it; go on where an earlier call broke off.
+
+    Returns the hash of the whole. Raises DataError, with `remedy`, for a part that is damaged.
+    """
+    moved = next((i for i, part in enumerate(parts) if part.path.exists()), len(parts))
+    moved_bytes = sum(part.bytes for part in parts[:moved])
     digest = hashlib.sha256()
     with path.open("r+b" if path.exists() else "w+b") as file:
         _take_up(file, digest, moved_bytes, path)
         advance(moved_bytes)
-        for piece, part in zip(target.pieces[moved:], parts[moved:], strict=True):
-            _copy(part, piece, file, digest)
+        for part in parts[moved:]:
+            _copy(part, file, digest, remedy)
             file.flush()
             os.fsync(file.fileno())
-            part.unlink()
-            advance(piece.bytes)
+            part.path.unlink()
+            advance(part.bytes)
     return digest.hexdigest()
 
 
@@ -184,23 +204,24 @@ def _take_up(file: BinaryIO, digest: "hashlib._Hash", size: int, path: Path) -> 
     file.seek(size)
 
 
-def _copy(part: Path, piece: Piece, file: BinaryIO, digest: "hashlib._Hash") -> None:
+def _copy(part: Part, file: BinaryIO, digest: "hashlib._Hash", remedy: str) -> None:
     own = hashlib.sha256()
-    with part.open("rb") as source:
+    with part.path.open("rb") as source:
         while chunk := source.read(_CHUNK_BYTES):
             own.update(chunk)
-            if piece.below == sampling.ALL:
+            if part.below == sampling.ALL:
                 digest.update(chunk)
                 file.write(chunk)
-    if own.hexdigest() != piece.sha256:
+    if own.hexdigest() != part.sha256:
         raise DataError(
-            f"{part}: is not what was written (its hash differs); the disk damaged it: delete "
-            f"{part.parent} and run the same command again"
+            f"{part.path}: is not what was written (its hash differs); the disk damaged it: "
+            f"{remedy}"
         )
-    if piece.below < sampling.ALL:
-        kept = sampling.kept_of(part.parent, part.stem, piece.below)
-        lengths = sampling.lengths_of(part.parent, part.stem)
-        dtype = f"u{piece.bytes // max(piece.tokens, 1)}"
-        data = np.fromfile(part, dtype=dtype)[np.repeat(kept, lengths)].tobytes()
+    if part.below < sampling.ALL:
+        folder, split = part.path.parent, part.path.stem
+        kept = sampling.kept_of(folder, split, part.below)
+        lengths = sampling.lengths_of(folder, split)
+        dtype = f"u{part.bytes // max(part.tokens, 1)}"
+        data = np.fromfile(part.path, dtype=dtype)[np.repeat(kept, lengths)].tobytes()
         digest.update(data)
         file.write(data)

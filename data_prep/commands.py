@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from data_prep import blending, estimate, inspection, merging, outputs, run, sources
+from data_prep import blending, cleaning, estimate, inspection, merging, outputs, run, sources
 from data_prep import dedup as deduplication
 from data_prep import sample as sampling_corpus
 from data_prep import train_tokenizer as training
@@ -12,7 +12,7 @@ from data_prep.download import Server, fetch_all
 from data_prep.errors import UsageError
 from data_prep.locating import Provenance
 from data_prep.plan import Options, fraction
-from data_prep.progress import Reporter
+from data_prep.progress import Reporter, duration, in_bytes
 from data_prep.streaming import stream
 from data_prep.tokenizers.load import load_encoder
 
@@ -48,12 +48,15 @@ def tokenize(args: argparse.Namespace) -> None:
         text_column=args.text_column,
         where=args.where,
         validation=fraction(args.validation, "--validation"),
-        unit_bytes=args.unit_bytes,
+        unit_bytes=args.unit_bytes or 0,
         max_record_bytes=args.max_record_bytes,
         bad_records=args.bad_records,
         max_bad=fraction(args.max_bad, "--max-bad"),
         max_tokens=args.max_tokens,
         documents_per_output=args.documents_per_output,
+        clean=cleaning.rules_of(args.clean),
+        language=args.language,
+        clean_except=args.clean_except,
     )
     request = run.Request(
         given=args.given,
@@ -82,10 +85,11 @@ def dedup(args: argparse.Namespace) -> None:
         text_column=args.text_column,
         where=args.where,
         max_record_bytes=args.max_record_bytes,
-        unit_bytes=args.unit_bytes,
+        unit_bytes=args.unit_bytes or 0,
         bad_records="skip",  # they give no text; tokenize decides what becomes of them
+        near=args.near,
     )
-    plan = run.plan_without_tokenizer(args.given, args.root, options)
+    plan = run.plan_without_tokenizer(args.given, args.root, options, args.output)
     with Reporter() as reporter:
         found = deduplication.dedup(plan, args.output, args.workers, reporter)
     share = found.duplicates / max(found.texts, 1)
@@ -93,14 +97,15 @@ def dedup(args: argparse.Namespace) -> None:
         args,
         {"texts": found.texts, "duplicates": found.duplicates, "output": str(args.output)},
         [
-            f"{found.duplicates:,} of {found.texts:,} texts ({share:.2%}) are copies",
+            f"{found.duplicates:,} of {found.texts:,} texts ({share:.2%}) are "
+            f"{'near copies or ' if args.near else ''}copies of earlier ones",
             f"leave them out: tokenize … --skip {args.output}",
         ],
     )
 
 
 def download(args: argparse.Namespace) -> None:
-    names = sources.listed_names(args.given)
+    names = sources.choose_names(sources.listed_names(args.given), args.where)
     server = Server(args.base, args.attempts, args.pause_seconds)
     with Reporter() as reporter:
         if args.tokenizer is None:
@@ -111,9 +116,17 @@ def download(args: argparse.Namespace) -> None:
             options = Options(
                 text_column=args.text_column,
                 validation=fraction(args.validation, "--validation"),
+                bad_records=args.bad_records,
+                max_bad=fraction(args.max_bad, "--max-bad"),
             )
             request = run.Request(
-                args.given, args.tokenizer, args.output, options, workers=args.workers
+                given=args.given,
+                tokenizer=args.tokenizer,
+                out=args.output,
+                options=options,
+                bos=args.bos,
+                eod=args.eod,
+                workers=args.workers,
             )
             manifest = stream(names, server, request, args.batch_files, reporter)
             summary, lines = _totals(args.output, manifest), _lines(args.output, manifest)
@@ -124,9 +137,9 @@ def _dry_run(args: argparse.Namespace, request: run.Request) -> None:
     encoder = load_encoder(request.tokenizer, request.bos, request.eod, request.backend)
     found = estimate.dry_run(run.make_plan(request, encoder), encoder, request.workers)
     lines = [
-        f"{found['inputs']:,} files of {found['input_bytes'] / 1e9:.3g} GB hold about "
+        f"{found['inputs']:,} files of {in_bytes(found['input_bytes'])} hold about "
         f"{found['documents']:,} documents and {found['tokens']:,} tokens",
-        f"about {found['output_bytes'] / 1e9:.3g} GB of output, {found['hours']:.3g} hours with "
+        f"about {in_bytes(found['output_bytes'])} of output, {duration(found['seconds'])} with "
         f"{request.workers} workers; nothing was written",
     ]
     _print(args, found, lines)
@@ -142,6 +155,7 @@ def _totals(out: Path, manifest: dict) -> dict:
         "inputs": len(manifest["inputs"]),
         "records": sum(row["records"] for row in manifest["inputs"]),
         "skipped": skipped,
+        "repaired": sum(row["repaired"] for row in manifest["inputs"]),
         "documents": sum(row["documents"] for row in manifest["outputs"]),
         "tokens": sum(row["tokens"] for row in manifest["outputs"]),
         "bytes": sum(row["bytes"] + row["index"]["bytes"] for row in manifest["outputs"]),
@@ -162,6 +176,8 @@ def _lines(out: Path, manifest: dict) -> list[str]:
         f"{row['documents']:12,} documents {row['tokens']:16,} tokens  {row['prefix']}"
         for row in totals["outputs"]
     ]
+    if totals["repaired"]:
+        lines.append(f"repaired: {totals['repaired']:,} by ftfy")
     if totals["skipped"]:
         counts = (f"{count:,} {reason}" for reason, count in totals["skipped"].items())
         lines.append("skipped: " + ", ".join(counts))
@@ -207,7 +223,7 @@ def verify(args: argparse.Namespace) -> None:
 
 def merge(args: argparse.Namespace) -> None:
     with Reporter() as reporter:
-        manifest = merging.merge(args.given, args.output, reporter)
+        manifest = merging.merge(args.given, args.output, reporter, args.consume)
     _print(args, _totals(args.output, manifest), _lines(args.output, manifest))
 
 

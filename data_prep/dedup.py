@@ -1,13 +1,15 @@
-"""`dedup`: find exact duplicates of texts; of each set the lowest (path, line) survives.
+"""`dedup`: find copies of texts; of each set the lowest (path, line) survives.
 
-First each unit's texts are hashed (128 bits) and written in order of the hash; then, bucket by
-bucket of the hashes' range, the records of all units are sorted together. A bucket is as large as
-memory allows, so memory does not grow with the input. The result depends on neither timing,
+First each unit's texts are hashed and written in order of the hash: 128 bits of the text, or with
+`--near` 64 bits for each band of its MinHash signature. Then, band by band and bucket by bucket of
+the hashes' range, the records of all units are sorted together, and of those with equal hashes all
+but the lowest are marked. A bucket is as large as memory allows and the marks lie in a file, one
+byte a record, so memory does not grow with the input. The result depends on neither timing,
 workers, nor the size of units.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,19 +20,59 @@ from data_prep.errors import UsageError
 from data_prep.executor import Task, executor
 from data_prep.plan import Plan, Unit
 from data_prep.progress import Reporter
+from data_prep.reading import Item
 from data_prep.skiplist import INDEX
 from data_prep.work import WorkFolder
 from data_prep.worker import Step
 
 _BUCKET_BYTES = 256 << 20
-HASHED = np.dtype([("high", "<u8"), ("low", "<u8"), ("number", "<u8")])
-_PLACED = np.dtype([*HASHED.descr, ("input", "<u4")])
+_EXACT_KEYS, _NEAR_KEYS = ("high", "low"), ("high",)
 
 
-def hashed(text: str, number: int) -> tuple[int, int, int]:
-    """A row of HASHED."""
+def hashed(items: Iterable[Item], near: bool) -> np.ndarray:
+    """`[bands, texts]` rows of keys and record number, each band in order of its first key.
+
+    Exact hashes make one band.
+    """
+    width = 1 + (_bands(near) if near else len(_EXACT_KEYS))
+    keys_of = _near_keys if near else _exact_keys
+    made = ((item.number, *keys_of(item.text)) for item in items if item.text is not None)
+    table = np.fromiter(made, dtype=np.dtype(("<u8", width)))
+    rows = np.empty((_bands(near), len(table)), dtype=_dtype(near))
+    for band, found in enumerate(rows):
+        columns = table[:, 1 + band : 2 + band] if near else table[:, 1:]
+        order = np.argsort(columns[:, 0], kind="stable")
+        found["number"] = table[order, 0]
+        for place, name in enumerate(_keys(near)):
+            found[name] = columns[order, place]
+    return rows
+
+
+def _exact_keys(text: str) -> tuple[int, int]:
     digest = hashlib.blake2b(text.encode(), digest_size=16, person=b"dedup").digest()
-    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little"), number
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+
+
+def _near_keys(text: str) -> Iterable[int]:
+    from data_prep.near import band_keys
+
+    return band_keys(text)
+
+
+def _bands(near: bool) -> int:
+    if not near:
+        return 1
+    from data_prep.near import BANDS
+
+    return BANDS
+
+
+def _keys(near: bool) -> tuple[str, ...]:
+    return _NEAR_KEYS if near else _EXACT_KEYS
+
+
+def _dtype(near: bool) -> np.dtype:
+    return np.dtype([(name, "<u8") for name in (*_keys(near), "number")])
 
 
 @dataclass(frozen=True)
@@ -42,7 +84,7 @@ class Found:
 
 
 def dedup(plan: Plan, out: Path, workers: int, reporter: Reporter) -> Found:
-    """Write the skip list of the plan's inputs to `out`.
+    """Write the skip list of the plan's inputs to `out`; near copies too if its options say so.
 
     Raises:
         UsageError: `out` holds something else. DataError: an input is damaged.
@@ -52,15 +94,12 @@ def dedup(plan: Plan, out: Path, workers: int, reporter: Reporter) -> Found:
         found = _finished(plan, out)
         work.clear_leftovers()
         return found
-    work.lock()
-    try:
+    with work.held():
         work.begin(plan)
         with executor(plan, work, workers) as run:
             found = _Dedup(plan, work, reporter, run).execute()
         work.remove()
         return found
-    finally:
-        work.unlock()
 
 
 def _finished(plan: Plan, out: Path) -> Found:
@@ -80,6 +119,7 @@ class _Dedup:
         self.work = work
         self.reporter = reporter
         self.run = run
+        self.near = plan.options.near
 
     def execute(self) -> Found:
         inputs = self.plan.inputs
@@ -99,16 +139,14 @@ class _Dedup:
 
     def _publish(self, units: list[Unit]) -> Found:
         texts = sum(self.work.receipt(unit)["texts"] for unit in units)
-        buckets = max(1, -(-texts * _PLACED.itemsize // _BUCKET_BYTES))
-        self.reporter.phase("sort", texts)
+        firsts = np.cumsum([0, *(scan.records for scan in self.scans.values())])
         fresh = self.work.path / "fresh"
-        with (fresh / "duplicates").open("wb") as spill:
-            for bucket in range(buckets):
-                rows = self._bucket(units, bucket, buckets)
-                _copies(rows).tofile(spill)
-                self.reporter.advance(len(rows))
-        copies = np.memmap(fresh / "duplicates", dtype=_COPY, mode="r") if _size(fresh) else ()
-        rows = [self._write(index, copies) for index in self.scans]
+        marks = np.memmap(fresh / "marks", dtype=bool, mode="w+", shape=max(int(firsts[-1]), 1))
+        self._mark(units, texts, firsts, marks)
+        rows = [
+            self._write(index, np.flatnonzero(marks[firsts[index] : firsts[index + 1]]))
+            for index in self.scans
+        ]
         files.write_json(
             self.work.out / INDEX,
             {
@@ -119,33 +157,40 @@ class _Dedup:
             },
             fresh,
         )
-        return Found(texts, len(copies))
+        return Found(texts, sum(row["duplicates"] for row in rows))
 
-    def _bucket(self, units: list[Unit], bucket: int, buckets: int) -> np.ndarray:
-        """The records of all units whose hash lies in one equal part of the hashes' range."""
-        first, last = (2**64 * edge // buckets for edge in (bucket, bucket + 1))
-        found = []
+    def _mark(self, units: list[Unit], texts: int, firsts: np.ndarray, marks: np.ndarray) -> None:
+        """Mark the records that copy a lower one; `firsts` are the places of the inputs' first."""
+        bands = _bands(self.near)
+        buckets = max(1, -(-texts * (_dtype(self.near).itemsize + 4) // _BUCKET_BYTES))
+        self.reporter.phase("sort", texts * bands)
+        for band in range(bands):
+            for bucket in range(buckets):
+                edges = [2**64 * edge // buckets for edge in (bucket, bucket + 1)]
+                rows = self._bucket(units, band, *edges)
+                copies = _copies(rows, _keys(self.near))
+                marks[firsts[copies["input"]] + copies["number"].astype(np.int64)] = True
+                self.reporter.advance(len(rows))
+
+    def _bucket(self, units: list[Unit], band: int, first: int, last: int) -> np.ndarray:
+        """The records of all units whose first key in a band lies in `[first, last)`."""
+        placed = np.dtype([*_dtype(self.near).descr, ("input", "<u4")])
+        found = [np.empty(0, dtype=placed)]
         for unit in units:
-            path = self.work.unit_folder(unit) / "hashes.npy"
-            rows = np.load(path, mmap_mode="r")
+            rows = np.load(self.work.unit_folder(unit) / "hashes.npy", mmap_mode="r")[band]
             low = np.searchsorted(rows["high"], np.uint64(first))
             high = len(rows) if last == 2**64 else np.searchsorted(rows["high"], np.uint64(last))
-            placed = np.empty(high - low, dtype=_PLACED)
-            for name in HASHED.names:
-                placed[name] = rows[name][low:high]
-            placed["input"] = unit.input
-            found.append(placed)
-        return np.concatenate(found) if found else np.empty(0, dtype=_PLACED)
+            part = np.empty(high - low, dtype=placed)
+            for name in rows.dtype.names:
+                part[name] = rows[name][low:high]
+            part["input"] = unit.input
+            found.append(part)
+        return np.concatenate(found)
 
-    def _write(self, index: int, copies: np.ndarray) -> dict:
-        """One input's file. `copies` is scanned once per input, from the page cache."""
-        numbers = (
-            np.sort(copies["number"][copies["input"] == index])
-            if len(copies)
-            else np.empty(0, dtype="<u8")
-        )
+    def _write(self, index: int, numbers: np.ndarray) -> dict:
+        """One input's file."""
         fresh = self.work.path / "fresh" / f"{index:06d}.npy"
-        np.save(fresh, numbers)
+        np.save(fresh, numbers.astype("<u8"))
         files.sync_file(fresh)
         path = fresh.replace(self.work.out / fresh.name)
         scan = self.scans[index]
@@ -159,20 +204,9 @@ class _Dedup:
         }
 
 
-_COPY = np.dtype([("number", "<u8"), ("input", "<u4")])
-
-
-def _copies(rows: np.ndarray) -> np.ndarray:
-    """Of records with equal hashes, all but the first by (input, number)."""
-    order = np.lexsort((rows["number"], rows["input"], rows["low"], rows["high"]))
+def _copies(rows: np.ndarray, keys: tuple[str, ...]) -> np.ndarray:
+    """Of records with equal keys, all but the first by (input, number)."""
+    order = np.lexsort((rows["number"], rows["input"], *(rows[key] for key in reversed(keys))))
     rows = rows[order]
-    same = (rows["high"][1:] == rows["high"][:-1]) & (rows["low"][1:] == rows["low"][:-1])
-    chosen = rows[1:][same]
-    copies = np.empty(len(chosen), dtype=_COPY)
-    for name in _COPY.names:
-        copies[name] = chosen[name]
-    return copies
-
-
-def _size(fresh: Path) -> int:
-    return (fresh / "duplicates").stat().st_size
+    same = np.logical_and.reduce([rows[key][1:] == rows[key][:-1] for key in keys])
+    return rows[1:][same]

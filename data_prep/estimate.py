@@ -1,20 +1,22 @@
 """How much a run will read and write, from a small sample of its inputs."""
 
-import itertools
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep import indexed, reading, sampling, streams
+from data_prep.cleaning import Cleaner
 from data_prep.errors import DataPrepError
 from data_prep.plan import Input, Plan, Scan, Unit
 from data_prep.reading import Item
+from data_prep.selection import selected
 from data_prep.tokenizers.encoder import Encoder
 from data_prep.work import WorkFolder
 
-_SAMPLED_INPUTS = 8
-_SAMPLED_RECORDS = 24
+_SAMPLED_INPUTS = 16
+_SAMPLED_BYTES = 1 << 18  # of lines, from each of them
+_SAMPLED_RECORDS = 256
 _INDEX_BYTES_PER_DOCUMENT = indexed.index_bytes(1) - indexed.index_bytes(0)
 # Peak use over the final size: the part that is being moved is on disk twice.
 _PEAK = 1.05
@@ -40,7 +42,7 @@ def from_sample(
     """Tokenise the first records of a few units spread over all, and scale by records."""
     records = documents = tokens = 0
     for unit in units[:: max(1, len(units) // _SAMPLED_INPUTS)]:
-        head = _head(plan.inputs[unit.input], scans[unit.input].kind, unit, plan)
+        head = _head(plan, plan.inputs[unit.input], scans[unit.input].kind, unit)
         texts = [item.text for item in head if item.text is not None]
         records += len(head)
         documents += len(texts)
@@ -49,8 +51,15 @@ def from_sample(
     return Estimate.of(documents * scale, tokens * scale, encoder)
 
 
-def _head(source: Input, kind: str, unit: Unit, plan: Plan) -> list[Item]:
-    return list(itertools.islice(reading.items(source, kind, unit, plan.options), _SAMPLED_RECORDS))
+def _head(plan: Plan, source: Input, kind: str, unit: Unit) -> list[Item]:
+    """The first records of a unit, cleaned."""
+    found = reading.items(source, kind, unit, plan.options)
+    head: list[Item] = []
+    for item in selected(found, Cleaner(plan.options, source.partition)):
+        head.append(item)
+        if item.offset - head[0].offset >= _SAMPLED_BYTES or len(head) >= _SAMPLED_RECORDS:
+            break
+    return head
 
 
 def _records_of(unit: Unit, scan: Scan) -> int:
@@ -80,19 +89,20 @@ def check_space(
 def dry_run(plan: Plan, encoder: Encoder, workers: int) -> dict:
     """What a run would give and take, without reading more than the heads of a few inputs.
 
-    Keys: inputs, input_bytes, documents, tokens, output_bytes, hours.
+    Keys: inputs, input_bytes, documents, tokens, output_bytes, seconds, hours.
     """
+    encoder.encode(["The first call of a library may take longer."])
     chosen = plan.inputs[:: max(1, len(plan.inputs) // _SAMPLED_INPUTS)]
-    sampled_bytes = documents = tokens = 0
-    began = time.perf_counter()
+    sampled_bytes = documents = tokens = seconds = 0.0
     for source in chosen:
         kind = streams.file_kind(source.path)
-        head = _head(source, kind, Unit(0, 0, 0, 1 << 62, 0), plan)
+        began = time.perf_counter()
+        head = _head(plan, source, kind, Unit(0, 0, 0, 1 << 62, 0))
         texts = [item.text for item in head if item.text is not None]
-        documents += len(texts)
         tokens += sum(map(len, encoder.encode(texts)))
+        seconds += time.perf_counter() - began
+        documents += len(texts)
         sampled_bytes += _bytes_on_disk(source, kind, head)
-    seconds = time.perf_counter() - began
     in_all = sum(source.bytes for source in plan.inputs)
     scale = in_all / max(sampled_bytes, 1)
     whole = Estimate.of(documents * scale, tokens * scale, encoder)
@@ -105,6 +115,7 @@ def dry_run(plan: Plan, encoder: Encoder, workers: int) -> dict:
         "documents": whole.documents,
         "tokens": whole.tokens,
         "output_bytes": whole.output_bytes,
+        "seconds": seconds * scale / workers,
         "hours": seconds * scale / workers / 3600,
     }
 

@@ -70,17 +70,21 @@ def write_index(
 class IndexedFile:
     """A pair `<prefix>.bin/.idx`, memory-mapped and checked against each other.
 
+    `with_tokens=False` opens the index alone, where the binary may be gone.
+
     Raises:
         DataError: either file is damaged; names it.
     """
 
-    def __init__(self, prefix: Path):
+    def __init__(self, prefix: Path, with_tokens: bool = True):
         self.bin_path = prefix.with_name(prefix.name + ".bin")
         self.idx_path = prefix.with_name(prefix.name + ".idx")
-        for path in (self.bin_path, self.idx_path):
+        for path in (self.bin_path, self.idx_path) if with_tokens else (self.idx_path,):
             if not path.is_file():
                 raise DataError(f"{path}: is missing")
         self._read_header()
+        if not with_tokens:
+            return
         self.tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
         ends = int(self.lengths.sum(dtype=np.int64))
         if ends != len(self.tokens):

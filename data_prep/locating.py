@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep import outputs, reading, streams
+from data_prep.cleaning import Cleaner
 from data_prep.errors import DataError, UsageError
 from data_prep.indexed import IndexedFile
 from data_prep.inspection import encoder_of
@@ -47,7 +48,8 @@ class Provenance:
         skip = skipped_numbers(
             self.manifest["skip_path"], source.name, self.manifest["inputs"][row["input"]]["sha256"]
         )
-        return selected(found, self.manifest["sampled_below"], skip)
+        cleaner = Cleaner(self.options, source.partition)
+        return selected(found, cleaner, self.manifest["sampled_below"], skip)
 
     def _input(self, number: int) -> Input:
         row = self.manifest["inputs"][number]

@@ -1,11 +1,12 @@
 """`merge`: join finished outputs; the shards of one run give the bytes of that run unsharded."""
 
+import contextlib
 import hashlib
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from data_prep.selection import SPLITS
 from data_prep.work import MANIFEST, WorkFolder
 
 _CHUNK_TOKENS = 1 << 21
+_MARKER = "merge.json"
 _IDENTITY = ("kind", "fingerprint", "vocab_size", "bos", "eod", "probe_ids")
 
 
@@ -51,8 +53,11 @@ class Slice:
             yield data.tokens[at : min(at + _CHUNK_TOKENS, end)].tobytes()
 
 
-def merge(given: list[Path], out: Path, reporter: Reporter) -> dict:
+def merge(given: list[Path], out: Path, reporter: Reporter, consume: bool = False) -> dict:
     """Join the outputs `given` into `out`; returns the manifest.
+
+    `consume` deletes each of their files as soon as it stands in `out`, so that the room needed
+    beside them is that of the largest, and in the end what is left of them.
 
     Shards of one run are put in their order, and all must be there. Other outputs are joined in the
     order given; they must share the tokenizer, and none of their inputs.
@@ -60,28 +65,42 @@ def merge(given: list[Path], out: Path, reporter: Reporter) -> dict:
     Raises:
         UsageError: they cannot be joined. DataError: one of them is damaged.
     """
+    work = WorkFolder(out)
+    if consume and (out / MANIFEST).exists() and (work.path / _MARKER).exists():
+        return _clear(given, work)
     manifests = {path: outputs.read_manifest(path) for path in given}
-    if len(manifests) < len(given):
+    if len({path.resolve() for path in given}) < len(given):
         raise UsageError("the same output is named twice")
     _check_tokenizers(manifests)
     shards = any(manifest["shard"] != "0/1" for manifest in manifests.values())
     manifests = _in_shard_order(manifests) if shards else manifests
     manifest = _of_shards(manifests) if shards else _of_runs(manifests)
-    work = WorkFolder(out)
-    work.lock()
-    try:
-        _begin(work, manifests)
-        made = _write(manifests, manifest, work, reporter)
-        work.remove()
-    finally:
-        work.unlock()
-    return made
+    with work.held():
+        _begin(work, manifests, consume)
+        made = _Merge(manifests, work, reporter, consume).write(manifest)
+        if not consume:
+            work.remove()
+    return _clear(given, work) if consume else made
 
 
-def _begin(work: WorkFolder, manifests: dict[Path, dict]) -> None:
+def _clear(given: list[Path], work: WorkFolder) -> dict:
+    """Delete what is left of outputs that were consumed, and nothing else that lies there."""
+    for path in given:
+        for name in outputs.names_in(path):
+            (path / name).unlink(missing_ok=True)
+        folders = [folder for folder in path.rglob("*") if folder.is_dir()]
+        for folder in [*sorted(folders, key=lambda f: len(f.parts), reverse=True), path]:
+            with contextlib.suppress(OSError):  # not empty, or gone already
+                folder.rmdir()
+    work.clear_leftovers()
+    return outputs.read_manifest(work.out)
+
+
+def _begin(work: WorkFolder, manifests: dict[Path, dict], consume: bool) -> None:
     """Refuse a folder that holds anything but an interrupted merge of the same outputs."""
-    marker = work.path / "merge.json"
+    marker = work.path / _MARKER
     identity = {str(path.absolute()): files.sha256_of(path / MANIFEST) for path in manifests}
+    identity["--consume"] = str(consume)
     if marker.exists():
         if found := differences(files.read_json(marker), identity):
             raise UsageError(f"--output {work.out}: holds another merge: {'; '.join(found)}")
@@ -143,7 +162,7 @@ def _of_shards(manifests: dict[Path, dict]) -> dict:
     return {**first, "shard": "0/1", "inputs": inputs}
 
 
-_COUNTS = ("records", "documents", "tokens")
+_COUNTS = ("records", "documents", "repaired", "tokens")
 
 
 def _of_runs(manifests: dict[Path, dict]) -> dict:
@@ -165,38 +184,6 @@ def _of_runs(manifests: dict[Path, dict]) -> dict:
     same = all(one == options[0] for one in options)
     merged = options[0] if same else {"merged": options}
     return {**first, "options": merged, "root": root, "inputs": inputs}
-
-
-def _write(
-    manifests: dict[Path, dict], manifest: dict, work: WorkFolder, reporter: Reporter
-) -> dict:
-    slices = _slices(manifests, manifest)
-    limit = min(
-        options["documents_per_output"]
-        for options in manifest["options"].get("merged", [manifest["options"]])
-    )
-    reporter.phase("merge", sum(r["bytes"] for m in manifests.values() for r in m["outputs"]))
-    made, provenance = [], []
-    for (split, partition), found in sorted(
-        slices.items(), key=lambda item: (SPLITS.index(item[0][0]), os.fsencode(item[0][1]))
-    ):
-        name = partition if split == "train" else f"{partition}.{split}"
-        groups = list(assemble.grouped(found, limit))
-        for number, group in enumerate(groups):
-            prefix = name if len(groups) == 1 else f"{name}-{number:05d}"
-            made.append(_join(group, work, prefix, split, reporter.advance))
-            provenance += _moved(group, prefix)
-    first = next(iter(manifests))
-    return outputs.publish(
-        work,
-        outputs.Publication(
-            manifest=manifest,
-            outputs=made,
-            provenance=provenance,
-            rejects=[out / outputs.REJECTS for out in manifests],
-            tokenizer=first / manifests[first]["tokenizer"]["path"],
-        ),
-    )
 
 
 def _slices(manifests: dict[Path, dict], manifest: dict) -> dict[tuple[str, str], list[Slice]]:
@@ -222,41 +209,109 @@ def _moved(group: list[Slice], prefix: str) -> list[dict]:
     return rows
 
 
-def _join(
-    group: list[Slice], work: WorkFolder, prefix: str, split: str, advance: Callable[[int], None]
-) -> assemble.Output:
-    base = work.path / "assembled" / prefix
-    base.parent.mkdir(parents=True, exist_ok=True)
-    bin_path, idx_path = (base.with_name(base.name + suffix) for suffix in (".bin", ".idx"))
-    prefixes = {piece.path for piece in group}
-    opened = {path: IndexedFile(path) for path in prefixes}
+class _Merge:
+    """Writes the joined outputs of `manifests`."""
 
-    def lengths() -> Iterator[np.ndarray]:
-        for piece in group:
-            yield piece.lengths(opened[piece.path])
+    def __init__(
+        self, manifests: dict[Path, dict], work: WorkFolder, reporter: Reporter, consume: bool
+    ):
+        self.manifests = manifests
+        self.work = work
+        self.reporter = reporter
+        self.consume = consume
+        self.rows = {
+            out / row["prefix"]: row for out, own in manifests.items() for row in own["outputs"]
+        }
 
-    digest = hashlib.sha256()
-    tokens = 0
-    with bin_path.open("wb") as file:
+    def write(self, manifest: dict) -> dict:
+        """Join, publish, and return the manifest; `manifest` is it without the outputs."""
+        slices = _slices(self.manifests, manifest)
+        limit = min(
+            options["documents_per_output"]
+            for options in manifest["options"].get("merged", [manifest["options"]])
+        )
+        self.reporter.phase("merge", sum(row["bytes"] for row in self.rows.values()))
+        made, provenance = [], []
+        for (split, partition), found in sorted(
+            slices.items(), key=lambda item: (SPLITS.index(item[0][0]), os.fsencode(item[0][1]))
+        ):
+            name = partition if split == "train" else f"{partition}.{split}"
+            groups = list(assemble.grouped(found, limit))
+            for number, group in enumerate(groups):
+                prefix = name if len(groups) == 1 else f"{name}-{number:05d}"
+                made.append(self._join(group, prefix, split))
+                provenance += _moved(group, prefix)
+        first = next(iter(self.manifests))
+        return outputs.publish(
+            self.work,
+            outputs.Publication(
+                manifest=manifest,
+                outputs=made,
+                provenance=provenance,
+                rejects=[out / outputs.REJECTS for out in self.manifests],
+                tokenizer=first / self.manifests[first]["tokenizer"]["path"],
+            ),
+        )
+
+    def _join(self, group: list[Slice], prefix: str, split: str) -> assemble.Output:
+        base = self.work.path / "assembled" / prefix
+        base.parent.mkdir(parents=True, exist_ok=True)
+        done = base.with_name(base.name + ".json")
+        if done.exists():
+            return assemble.Output(**files.read_json(done))
+        bin_path, idx_path = (base.with_name(base.name + suffix) for suffix in (".bin", ".idx"))
+        whole = self._whole_files(group) if self.consume else None
+        if whole:
+            remedy = "make that output again"
+            sha256 = assemble.append(whole, bin_path, self.reporter.advance, remedy)
+        else:
+            sha256 = self._copy(group, bin_path)
+        opened = {piece.path: IndexedFile(piece.path, with_tokens=not whole) for piece in group}
+
+        def lengths() -> Iterator[np.ndarray]:
+            for piece in group:
+                yield piece.lengths(opened[piece.path])
+
+        documents = sum(piece.documents for piece in group)
+        dtype = opened[group[0].path].dtype
+        indexed.write_index(idx_path, dtype, lengths, documents)
+        for path in (bin_path, idx_path):
+            files.sync_file(path)
+        output = assemble.Output(
+            prefix=prefix,
+            split=split,
+            documents=documents,
+            tokens=bin_path.stat().st_size // dtype.itemsize,
+            dtype=dtype.name,
+            bytes=bin_path.stat().st_size,
+            sha256=sha256,
+            index_bytes=idx_path.stat().st_size,
+            index_sha256=files.sha256_of(idx_path),
+        )
+        files.write_json(done, asdict(output))
+        return output
+
+    def _whole_files(self, group: list[Slice]) -> list[assemble.Part] | None:
+        """The files that `group` is made of, in order; None where it takes only part of one."""
+        documents: Counter[Path] = Counter()
         for piece in group:
-            for chunk in piece.chunks(opened[piece.path]):
-                digest.update(chunk)
-                file.write(chunk)
-                advance(len(chunk))
-            tokens += int(piece.lengths(opened[piece.path]).sum(dtype=np.int64))
-    documents = sum(piece.documents for piece in group)
-    dtype = opened[group[0].path].dtype
-    indexed.write_index(idx_path, dtype, lengths, documents)
-    for path in (bin_path, idx_path):
-        files.sync_file(path)
-    return assemble.Output(
-        prefix=prefix,
-        split=split,
-        documents=documents,
-        tokens=tokens,
-        dtype=dtype.name,
-        bytes=bin_path.stat().st_size,
-        sha256=digest.hexdigest(),
-        index_bytes=idx_path.stat().st_size,
-        index_sha256=files.sha256_of(idx_path),
-    )
+            documents[piece.path] += piece.documents
+        if any(count != self.rows[path]["documents"] for path, count in documents.items()):
+            return None
+        return [
+            assemble.Part(path.with_name(path.name + ".bin"), r["bytes"], r["tokens"], r["sha256"])
+            for path in documents
+            if (r := self.rows[path])
+        ]
+
+    def _copy(self, group: list[Slice], path: Path) -> str:
+        """Write the tokens of `group` to `path`; returns their hash."""
+        opened = {piece.path: IndexedFile(piece.path) for piece in group}
+        digest = hashlib.sha256()
+        with path.open("wb") as file:
+            for piece in group:
+                for chunk in piece.chunks(opened[piece.path]):
+                    digest.update(chunk)
+                    file.write(chunk)
+                    self.reporter.advance(len(chunk))
+        return digest.hexdigest()

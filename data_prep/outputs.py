@@ -11,6 +11,7 @@ import yaml
 
 from data_prep import files
 from data_prep.assemble import Output, Target
+from data_prep.cleaning import packages_of
 from data_prep.errors import DataError, UsageError
 from data_prep.plan import Plan, Scan, Unit
 from data_prep.work import MANIFEST, WorkFolder
@@ -84,7 +85,12 @@ def describe(result: Result) -> dict:
     return {
         **{key: value for key, value in result.plan.identity().items() if key != "inputs"},
         "tokenizer": result.plan.tokenizer,
-        "versions": {"data_prep": "1", "library": result.library, "numpy": _version("numpy")},
+        "versions": {
+            "data_prep": "1",
+            "library": result.library,
+            "numpy": _version("numpy"),
+            **{package: _version(package) for package in packages_of(result.plan.options)},
+        },
         "root": result.plan.root,
         "sampled_below": result.below,
         "skip_path": result.plan.skip_path,
@@ -122,12 +128,14 @@ def _input_rows(result: Result) -> list[dict]:
             "records": 0,
             "documents": 0,
             "skipped": Counter(),
+            "repaired": 0,
             "tokens": 0,
         }
     for unit, receipt in result.done:
         row = rows[unit.input]
         row["records"] += receipt["records"]
         row["skipped"].update(receipt["skipped"])
+        row["repaired"] += receipt["repaired"]
         for part in receipt["parts"].values():
             row["documents"] += part["documents"]
             row["tokens"] += part["tokens"]
@@ -207,6 +215,16 @@ def read_manifest(out: Path) -> dict:
         return files.read_json(path)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: is damaged ({error})") from error
+
+
+def names_in(out: Path) -> list[str]:
+    """The files that make up a finished output, its manifest last; empty where there is none."""
+    if not (out / MANIFEST).is_file():
+        return []
+    manifest = read_manifest(out)
+    rows = manifest["outputs"]
+    tokens = [entry["path"] for row in rows for entry in (row, row["index"])]
+    return [*tokens, PROVENANCE, REJECTS, BLEND, manifest["tokenizer"]["path"], MANIFEST]
 
 
 def read_blend(path: Path) -> dict:

@@ -1,5 +1,6 @@
 """What a run will do: its inputs, the options its output depends on, and its units of work."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -8,10 +9,12 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 
+from data_prep import streams
 from data_prep.errors import UsageError
 from data_prep.sources import Source
 
 FORMAT = 1
+_TEXT_PER_COMPRESSED = 4  # bytes, about, of a byte on disk
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,16 @@ class Options:
     text_column: str = "text"
     where: str = ""
     validation: Fraction = Fraction(0)  # share of the documents that is held out
-    unit_bytes: int = 128 << 20
+    unit_bytes: int = 128 << 20  # 0: see settled
     max_record_bytes: int = 64 << 20
     bad_records: str = "stop"  # or "skip"
     max_bad: Fraction = Fraction(1, 1000)  # share of the records, with bad_records="skip"
     max_tokens: int = 0  # 0: all
     skip: str = ""  # fingerprint of a list of records to leave out
+    clean: str = ""  # rules of data_prep.cleaning, comma-separated
+    language: str = "en"  # what the rule `language` keeps: a code of fastText's lid.176
+    clean_except: str = "quality=high"  # partitions that `length` and `repetition` leave alone
+    near: bool = False  # dedup: near copies too
     documents_per_output: int = 2**31 - 1  # GPTDataset's document index is int32
 
     def as_dict(self) -> dict:
@@ -154,6 +161,20 @@ class Plan:
     @functools.cached_property
     def _bytes_before(self) -> list[int]:
         return [0, *itertools.accumulate(item.bytes for item in self.inputs)]
+
+
+def settled(options: Options, inputs: tuple[Input, ...]) -> Options:
+    """Options whose `unit_bytes`, where it is 0, follows from the inputs: 16 units or more in all.
+
+    Never from the number of workers, on which nothing that is written may depend. Larger units
+    restart more coarsely; smaller ones decompress more often what lies before them.
+    """
+    if options.unit_bytes:
+        return options
+    plain = {item: streams.file_kind(item.path) == "plain" for item in inputs}
+    text = sum(item.bytes * (1 if plain[item] else _TEXT_PER_COMPRESSED) for item in inputs)
+    grain = 1 << max(text // 16, 1).bit_length() - 1
+    return dataclasses.replace(options, unit_bytes=min(max(grain, 4 << 20), 128 << 20))
 
 
 def fraction(text: str, option: str) -> Fraction:

@@ -18,9 +18,9 @@ class Item(NamedTuple):
     text: str | None
     skipped: records.Skipped | None
 
-    def skip(self, reason: str) -> "Item":
+    def skip(self, skipped: records.Skipped) -> "Item":
         """The same record, giving no document."""
-        return self._replace(text=None, skipped=records.Skipped(reason))
+        return self._replace(text=None, skipped=skipped)
 
 
 class _Hashed:

@@ -1,21 +1,21 @@
 """`tokenize`: find, scan, tokenise, assemble, publish. Each step takes up where a run broke off."""
 
 import dataclasses
-import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep import assemble, estimate, files, outputs, sampling, sources
-from data_prep.errors import DataError, DataPrepError, UsageError
+from data_prep.cleaning import Cleaner
+from data_prep.errors import DataError, UsageError
 from data_prep.executor import Task, executor
-from data_prep.plan import Input, Options, Plan, Unit
+from data_prep.plan import Input, Options, Plan, Unit, settled
 from data_prep.progress import Reporter
 from data_prep.records import BAD_REASONS
 from data_prep.skiplist import SkipList
 from data_prep.tokenizers.encoder import Encoder
 from data_prep.tokenizers.load import load_encoder
-from data_prep.work import MANIFEST, WorkFolder, refuse_other
+from data_prep.work import MANIFEST, WorkFolder, differing, refuse_other
 from data_prep.worker import Step
 
 
@@ -50,27 +50,20 @@ def tokenize(request: Request, reporter: Reporter) -> dict:
     if finished := finished_manifest(request.out, plan):
         return finished
     work = WorkFolder(request.out)
-    work.lock()
-    try:
+    with work.held():
         work.begin(plan)
         with executor(plan, work, request.workers, request.executor) as run:
             made = _Run(plan, work, encoder, reporter, run).execute()
         work.remove()
         return made
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise DataPrepError(
-            f"{request.out}: the disk is full; finished units are kept: make room and run the "
-            "same command again"
-        ) from error
-    finally:
-        work.unlock()
 
 
 def make_plan(request: Request, encoder: Encoder) -> Plan:
+    sources.refuse_inside(request.out, request.given)
     found = sources.find(request.given, request.root, request.options.where)
-    options = request.options
+    inputs = tuple(Input.of(source) for source in found)
+    options = settled(request.options, inputs)
+    Cleaner(options)  # refuses what it cannot do before anything is read
     if request.skip:
         skip_list = SkipList(request.skip)
         skip_list.check_names([source.name for source in found])
@@ -79,7 +72,7 @@ def make_plan(request: Request, encoder: Encoder) -> Plan:
     root = given if given.is_dir() else (request.root or given.parent).absolute()
     return Plan(
         options=options,
-        inputs=tuple(Input.of(source) for source in found),
+        inputs=inputs,
         tokenizer=encoder.identity().as_dict(),
         tokenizer_path=str(encoder.path.absolute()),
         root=str(root),
@@ -89,12 +82,13 @@ def make_plan(request: Request, encoder: Encoder) -> Plan:
     )
 
 
-def plan_without_tokenizer(given: Path, root: Path | None, options: Options) -> Plan:
+def plan_without_tokenizer(given: Path, root: Path | None, options: Options, out: Path) -> Plan:
     """The plan of a pass over the same input that does not tokenise."""
-    found = sources.find(given, root, options.where)
+    sources.refuse_inside(out, given)
+    inputs = tuple(Input.of(source) for source in sources.find(given, root, options.where))
     return Plan(
-        options=options,
-        inputs=tuple(Input.of(source) for source in found),
+        options=settled(options, inputs),
+        inputs=inputs,
         tokenizer={},
         tokenizer_path="",
         root=str(given.absolute()),
@@ -118,7 +112,8 @@ def finished_manifest(out: Path, plan: Plan) -> dict | None:
         for item in plan.inputs
         if item.name in hashes and files.sha256_of(Path(item.path)) != hashes[item.name]
     ]
-    refuse_other(out, old, identity, changed)
+    if found := differing(old, identity, changed):
+        refuse_other(out, found)
     WorkFolder(out).clear_leftovers()
     return manifest
 
@@ -139,6 +134,7 @@ class _Run:
 
     def execute(self) -> dict:
         self.scan()
+        self.check_validation()
         units = list(self.plan.units(self.scans))
         estimate.check_space(self.work, self.plan, self.scans, units, self.encoder)
         self.choose_sampling(units)
@@ -174,6 +170,16 @@ class _Run:
         self.reporter.phase("scan", sum(inputs[index].bytes for index in missing))
         self.run([Task("scan", index, inputs[index].name) for index in missing], self._listen)
         self.scans = {index: self.work.scan(index) for index in indices}
+
+    def check_validation(self) -> None:
+        """Refuse a share that can hardly hold out anything before the work is done, not after."""
+        share = self.plan.options.validation
+        records = sum(scan.records for scan in self.scans.values())
+        if 0 < share * records < 1 and self.plan.shard[1] == 1:
+            raise UsageError(
+                f"--validation {float(share):.4%}: of {records:,} records that is less than one "
+                "document; hold out more"
+            )
 
     def choose_sampling(self, units: list[Unit]) -> None:
         below = sampling.ALL
@@ -224,11 +230,13 @@ class _Run:
         }
         records = sum(receipt["records"] for _, receipt in done)
         if not sum(counts.values()):
+            self.work.forget()
             raise DataError(
                 f"{self.plan.root}: {len(self.plan.inputs)} files with {records} records gave no "
-                "documents: all are blank or empty"
+                "documents: all are blank, empty or left out"
             )
         if self.plan.options.validation and not counts["validation"]:
+            self.work.forget()
             raise DataError(
                 f"--validation {float(self.plan.options.validation):.4%} took none of "
                 f"{counts['train']} documents; hold out more"

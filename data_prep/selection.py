@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep import records
+from data_prep.cleaning import Cleaner
 from data_prep.plan import Options
 from data_prep.reading import Item
 from data_prep.skiplist import SkipList
@@ -29,8 +30,13 @@ def sampling_hash(text: str) -> int:
     return hash_of(text, b"max-tokens")
 
 
-def selected(found: Iterator[Item], below: int, skip: frozenset[int]) -> Iterator[Item]:
-    """Turn some texts into skipped records.
+def selected(
+    found: Iterator[Item],
+    cleaner: Cleaner,
+    below: int = _HASHES,
+    skip: frozenset[int] = frozenset(),
+) -> Iterator[Item]:
+    """Repair texts, and turn some into skipped records.
 
     `below`: the sampling hashes that are taken (2^64: all). `skip`: records to leave out.
     """
@@ -38,11 +44,19 @@ def selected(found: Iterator[Item], below: int, skip: frozenset[int]) -> Iterato
         if item.text is None:
             yield item
         elif item.number in skip:
-            yield item.skip(records.DUPLICATE)
-        elif below < _HASHES and sampling_hash(item.text) >= below:
-            yield item.skip(records.NOT_SAMPLED)
+            yield item.skip(records.Skipped(records.DUPLICATE))
         else:
-            yield item
+            yield _cleaned(item, cleaner, below)
+
+
+def _cleaned(item: Item, cleaner: Cleaner, below: int) -> Item:
+    try:
+        text = cleaner.clean(item.text)
+    except records.Skipped as skipped:
+        return item.skip(skipped)
+    if below < _HASHES and sampling_hash(text) >= below:
+        return item.skip(records.Skipped(records.NOT_SAMPLED))
+    return item if text is item.text else item._replace(text=text)
 
 
 def skipped_numbers(folder: str, name: str, sha256: str) -> frozenset[int]:

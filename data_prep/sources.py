@@ -49,6 +49,12 @@ def find(given: Path, root: Path | None = None, where: str = "") -> list[Source]
     return _select(sources, where)
 
 
+def refuse_inside(out: Path, given: Path) -> None:
+    """An output inside the input tree would be read as input by the next run."""
+    if given.is_dir() and out.resolve().is_relative_to(given.resolve()):
+        raise UsageError(f"--output {out}: lies inside the input {given}; choose a folder outside")
+
+
 def _names_in_tree(base: Path) -> list[str]:
     names = []
     for folder, subfolders, files in os.walk(base, followlinks=True):
@@ -68,6 +74,12 @@ def _names_in_list(path: Path, base: Path) -> list[str]:
             "download them, or name the folder they are relative to with --root"
         )
     return names
+
+
+def choose_names(names: list[str], where: str) -> list[str]:
+    """Those of a list's names that `where` selects."""
+    found = [Source("", name, "/".join(_hive(name))) for name in names]
+    return [source.name for source in _select(found, where)]
 
 
 def listed_names(path: Path) -> list[str]:
@@ -105,22 +117,24 @@ def _hive_tail(base: Path) -> list[str]:
     return tail
 
 
-def parse_where(where: str) -> dict[str, set[str]]:
+def keys_of(partition: str) -> dict[str, str]:
+    """The Hive keys of a partition, with their values."""
+    return dict(part.split("=", 1) for part in partition.split("/") if "=" in part)
+
+
+def parse_where(where: str, option: str = "--where") -> dict[str, set[str]]:
     """`quality=high,low kind=actual` as `{"quality": {"high", "low"}, "kind": {"actual"}}`."""
     wanted: dict[str, set[str]] = {}
     for term in where.split():
         key, equals, values = term.partition("=")
         if not (key and equals and all(values.split(","))):
-            raise UsageError(f"--where: {term!r} is not of the form key=value[,value…]")
+            raise UsageError(f"{option}: {term!r} is not of the form key=value[,value…]")
         wanted.setdefault(key, set()).update(values.split(","))
     return wanted
 
 
 def _select(sources: list[Source], where: str) -> list[Source]:
-    keys = [
-        dict(part.split("=", 1) for part in source.partition.split("/") if "=" in part)
-        for source in sources
-    ]
+    keys = [keys_of(source.partition) for source in sources]
     wanted = parse_where(where)
     for key, values in wanted.items():
         present = {found[key] for found in keys if key in found}

@@ -40,7 +40,7 @@ def stream(
             fetch_all(batch, server, inputs, reporter)
             run.tokenize(dataclasses.replace(request, given=inputs, out=out), reporter)
             shutil.rmtree(inputs)
-    return merging.merge(outs, request.out, reporter)
+    return merging.merge(outs, request.out, reporter, consume=True)
 
 
 def _keep_only(folder: Path, names: list[str]) -> None:

@@ -35,6 +35,8 @@ def train(
     Identity normalisation, kept whitespace and byte fallback: newlines, tabs, double spaces and
     rare characters survive. unk 0, bos 1, eos 2. Returns the characters that were trained on.
     """
+    if output.is_dir():
+        raise UsageError(f"--output {output}: is a folder; name a file, as in tokenizer.model")
     if output.exists():
         raise UsageError(f"--output {output}: is there already; delete it or choose another name")
     text = list(_sample(inputs, options, sample_bytes, reporter))

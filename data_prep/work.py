@@ -10,15 +10,19 @@
 .work/assembled/                 outputs that are being put together from the units
 """
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from data_prep import files
-from data_prep.errors import UsageError
+from data_prep.errors import DataPrepError, UsageError
 from data_prep.plan import Plan, Scan, Unit, differences
 
 MANIFEST = "manifest.json"
@@ -34,15 +38,53 @@ class WorkFolder:
 
     # --- one run at a time
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the output folder while a run works; one that finished nothing leaves nothing.
+
+        Raises:
+            UsageError: another run holds it, or nothing can be written there.
+            DataPrepError: the disk is full.
+        """
+        existed = self.out.exists()
+        self.lock()
+        try:
+            yield
+        except BaseException as error:
+            if not self._holds("scans", "units", "assembled", "batches"):
+                shutil.rmtree(self.path, ignore_errors=True)
+                if not existed:
+                    with contextlib.suppress(OSError):  # it holds something else by now
+                        self.out.rmdir()
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DataPrepError(
+                    f"{self.out}: the disk is full; finished units are kept: make room and run "
+                    "the same command again"
+                ) from error
+            raise
+        finally:
+            self.unlock()
+
+    def _holds(self, *folders: str) -> bool:
+        """Whether there is any file in these folders."""
+        found = (path for name in folders for path in (self.path / name).rglob("*"))
+        return any(path.is_file() for path in found)
+
     def lock(self) -> None:
         """Hold the output folder. A lock is stale exactly when the kernel grants it.
 
         Raises:
             UsageError: another run holds it; names its host and process.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / "lock"
-        self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UsageError(
+                f"--output {self.out}: cannot be written to ({error.strerror.lower()}: "
+                f"{error.filename})"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The former holder removes .work when it ends: what was locked may be gone.
@@ -77,10 +119,17 @@ class WorkFolder:
             self.remove()
             self.unlock()
 
+    def forget(self) -> None:
+        """Drop what is finished: the same run again could only end as this one does."""
+        for name in ("scans", "units"):
+            shutil.rmtree(self.path / name)
+
     # --- the plan
 
     def begin(self, plan: Plan) -> None:
         """Adopt the work of an interrupted run of the same plan, or begin.
+
+        A plan of which no unit was finished gives way to any other.
 
         Raises:
             UsageError: the folder holds work of another plan; says what differs.
@@ -93,7 +142,11 @@ class WorkFolder:
                 # Of an input that was never read to its end, nothing has been used.
                 if item.name in old["inputs"] and self.scan(index) is None:
                     old["inputs"][item.name] = identity["inputs"][item.name]
-            refuse_other(self.out, old, identity, self._changed(plan))
+            found = differing(old, identity, self._changed(plan))
+            if found and self._holds("units"):
+                refuse_other(self.out, found)
+            if found:
+                shutil.rmtree(self.path / "scans")
         elif strays := [*self.out.glob("**/*.bin"), *self.out.glob("**/*.idx")]:
             raise UsageError(
                 f"{self.out}: holds {strays[0].name}, which no manifest accounts for; "
@@ -168,14 +221,18 @@ class WorkFolder:
         files.sync_folder(target.parent)
 
 
-def refuse_other(out: Path, old: dict, new: dict, changed: list[str]) -> None:
-    """Raise UsageError with a diff unless the identities `old` and `new` agree."""
-    found = differences(old, new) + [f"inputs.{name}: content changed" for name in changed]
-    if found:
-        raise UsageError(
-            f"{out}: belongs to another run, and was left as it is; choose another output folder, "
-            "or delete this one. What differs: " + "; ".join(found[:20])
-        )
+def differing(old: dict, new: dict, changed: list[str]) -> list[str]:
+    """In what two identities, and the content of the inputs named `changed`, differ."""
+    return differences(old, new) + [f"inputs.{name}: content changed" for name in changed]
+
+
+def refuse_other(out: Path, found: list[str]) -> NoReturn:
+    """Raise UsageError with what was found to differ."""
+    more = f"; and {len(found) - 20} more" if len(found) > 20 else ""
+    raise UsageError(
+        f"{out}: belongs to another run, and was left as it is; choose another output folder, "
+        "or delete this one. What differs: " + "; ".join(found[:20]) + more
+    )
 
 
 def going_on(old: dict, new: dict) -> dict:

@@ -12,6 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from data_prep import files, reading, records
+from data_prep.cleaning import Cleaner
 from data_prep.errors import DataError
 from data_prep.plan import Plan, Unit
 from data_prep.reading import Item
@@ -65,22 +66,25 @@ class Worker:
         writer = _UnitWriter(fresh, self.encoder, self.plan, source.name, report)
         found = reading.items(source, scan.kind, unit, self.plan.options)
         skip = skipped_numbers(self.plan.skip_path, source.name, scan.sha256)
-        for item in selected(found, self.work.sampling(), skip):
+        cleaner = Cleaner(self.plan.options, source.partition)
+        for item in selected(found, cleaner, self.work.sampling(), skip):
             writer.add(item)
-        self.work.commit_unit(unit, fresh, {"unit": unit.name, **writer.close(unit.end)})
+        receipt = {"unit": unit.name, "repaired": cleaner.repaired, **writer.close(unit.end)}
+        self.work.commit_unit(unit, fresh, receipt)
 
     def hash(self, unit: Unit, report: Report) -> None:
-        """The 128-bit hash of every text of a unit, in order of the hash (see dedup)."""
-        from data_prep.dedup import HASHED, hashed
+        """The hashes of every text of a unit (see dedup)."""
+        from data_prep.dedup import hashed
 
         scan = self.work.scan(unit.input)
         found = reading.items(self.plan.inputs[unit.input], scan.kind, unit, self.plan.options)
-        rows = [hashed(item.text, item.number) for item in found if item.text is not None]
+        rows = hashed(found, self.plan.options.near)
         fresh = self.work.fresh_folder(unit)
-        np.save(fresh / "hashes.npy", np.sort(np.array(rows, dtype=HASHED)))
+        np.save(fresh / "hashes.npy", rows)
         files.sync_file(fresh / "hashes.npy")
-        self.work.commit_unit(unit, fresh, {"unit": unit.name, "texts": len(rows)})
-        report(Step(read_bytes=unit.end - unit.start, documents=len(rows)))
+        texts = rows.shape[1]
+        self.work.commit_unit(unit, fresh, {"unit": unit.name, "texts": texts})
+        report(Step(read_bytes=unit.end - unit.start, documents=texts))
 
 
 class _Part:

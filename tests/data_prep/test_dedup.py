@@ -1,9 +1,17 @@
 import json
 import random
+import subprocess
+import sys
+from pydoc_data import topics
 
 import pytest
+import zstandard
 
+from data_prep import dedup as deduplication
+from data_prep import near
+from data_prep.near import band_keys
 from data_prep.outputs import read_manifest
+from data_prep.skiplist import SkipList
 from tests.data_prep.helpers import SENTENCEPIECE, command, documents, json_lines, tree, write
 from tests.data_prep.kills import killed_at
 
@@ -75,3 +83,98 @@ def test_a_list_of_other_inputs_is_refused(capsys, tmp_path, source):
     assert (ended.code, "is not the file that dedup read" in ended.err) == (3, True)
     ended = command(capsys, *tokenize(source, tmp_path / "out", "--skip", tmp_path))
     assert (ended.code, "holds no skip.json" in ended.err) == (2, True)
+
+
+def shingles(text):
+    return {text[start : start + 24] for start in range(max(len(text) - 24, 0) + 1)}
+
+
+def jaccard(one, other):
+    return len(shingles(one) & shingles(other)) / len(shingles(one) | shingles(other))
+
+
+def mutated(text, edits, chance):
+    """The text with characters changed far enough apart to break 24 pieces each."""
+    changed = list(text)
+    for place in chance.sample(range(0, len(text), 40), edits):
+        changed[place] = "#"
+    return "".join(changed)
+
+
+def test_bands_are_shared_as_often_as_the_similarity_of_the_texts_says():
+    chance = random.Random(1)
+    texts = [text[:4000] for text in topics.topics.values() if len(text) > 4000][:25]
+    for edits, expected in [(2, 1.0), (4, 0.997), (60, 0.0)]:
+        agreed = 0.0
+        for text in texts:
+            other = mutated(text, edits, chance)
+            likely = 1 - (1 - jaccard(text, other) ** 13) ** 20
+            assert likely == pytest.approx(expected, abs=0.1)
+            agreed += any(a == b for a, b in zip(band_keys(text), band_keys(other), strict=True))
+        assert agreed / len(texts) == pytest.approx(expected, abs=0.1)
+
+
+def test_equal_signatures_come_from_any_process_and_any_batching(monkeypatch):
+    text = "".join(topics.topics.values())[:10_000]
+    expected = list(band_keys(text))
+    monkeypatch.setattr(near, "_BATCH_PIECES", 100)
+    assert list(band_keys(text)) == expected
+    code = "import sys; from data_prep.near import band_keys; print(*band_keys(sys.stdin.read()))"
+    other = subprocess.run(
+        [sys.executable, "-c", code], input=text, capture_output=True, text=True, check=True
+    )
+    assert [*map(int, other.stdout.split())] == expected
+
+
+@pytest.fixture
+def nearly(tmp_path):
+    """Documentation, half of it again with a few letters changed, spread over files."""
+    chance = random.Random(2)
+    texts = [text[:3000] for text in topics.topics.values() if len(text) > 3000][:24]
+    found = [*texts, *(mutated(text, 2, chance) for text in texts[:12]), *texts[:3]]
+    for number in range(4):
+        write(tmp_path / "near" / f"{number}.jsonl.zstd", json_lines(found[number::4]))
+    return tmp_path / "near"
+
+
+def test_of_near_copies_the_lowest_path_and_line_survives(capsys, tmp_path, nearly):
+    ended = command(capsys, *dedup(nearly, tmp_path / "skip", "--near"), "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["duplicates"] == 15
+    command(capsys, *dedup(nearly, tmp_path / "exact"))
+    assert json.loads((tmp_path / "exact" / "skip.json").read_text())["inputs"] != []
+    ended = command(capsys, *tokenize(nearly, tmp_path / "out", "--skip", tmp_path / "skip"))
+    assert ended.code == 0, ended.err
+    rows = read_manifest(tmp_path / "out")["inputs"]
+    assert sum(row["skipped"].get("duplicate", 0) for row in rows) == 15
+    assert command(capsys, "verify", tmp_path / "out").code == 0
+    texts = {}  # of every survivor no text that is near comes earlier
+    for name in sorted(path.name for path in nearly.iterdir()):
+        content = zstandard.decompress((nearly / name).read_bytes())
+        texts |= {
+            (name, n): json.loads(line)["text"] for n, line in enumerate(content.split(b"\n")[:-1])
+        }
+    skip = SkipList(tmp_path / "skip")
+    for row in json.loads((tmp_path / "skip" / "skip.json").read_text())["inputs"]:
+        for number in skip.of(row["path"], row["sha256"]).tolist():
+            place = (row["path"], number)
+            assert any(other < place and jaccard(text, texts[place]) > 0.8
+                       for other, text in texts.items())  # fmt: skip
+
+
+def test_the_list_of_near_copies_depends_on_neither_workers_nor_units(capsys, tmp_path, nearly):
+    lists = []
+    for number, options in enumerate([("--unit-bytes", 900), ("--unit-bytes", "1M")]):
+        out = tmp_path / f"list-{number}"
+        assert (
+            command(capsys, *dedup(nearly, out, "--near", *options, workers=1 + number)).code == 0
+        )
+        lists.append({name: content for name, content in tree(out).items() if ".npy" in name})
+    assert lists[0] == lists[1] and lists[0]
+
+
+def test_records_fall_into_buckets_that_fit_memory(capsys, tmp_path, source, monkeypatch):
+    assert command(capsys, *dedup(source, tmp_path / "one")).code == 0
+    monkeypatch.setattr(deduplication, "_BUCKET_BYTES", 500)
+    assert command(capsys, *dedup(source, tmp_path / "many")).code == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "many")

@@ -166,6 +166,57 @@ def test_a_merge_that_is_killed_at_any_point_is_taken_up(capsys, tmp_path, sourc
     assert point > 40
 
 
+@pytest.fixture
+def shards(capsys, tmp_path, source):
+    """Three shards; a later step of the same test may break them off and begin anew."""
+    found = [tmp_path / "kept" / f"shard-{index}" for index in range(3)]
+    for index, shard in enumerate(found):
+        assert tokenize(capsys, source, shard, *OPTIONS, "--shard", f"{index}/3").code == 0
+    return found
+
+
+def test_a_merge_that_consumes_its_inputs_needs_no_room_for_both_and_can_be_killed(
+    capsys, tmp_path, shards, out
+):
+    consumed = [tmp_path / "work" / shard.name for shard in shards]
+    joined = tmp_path / "work" / "joined"
+    arguments = ["merge", *consumed, "--output", joined, "--consume"]
+    for point in itertools.count(1, 9):
+        shutil.rmtree(tmp_path / "work", ignore_errors=True)
+        shutil.copytree(tmp_path / "kept", tmp_path / "work")
+        write(consumed[0] / "notes.txt", b"mine")
+        killed = killed_at(point, tmp_path / "work", arguments)
+        if killed:
+            ended = command(capsys, *arguments)
+            finished = (joined / "manifest.json").exists()
+            assert ended.code == 0 or finished, (point, ended.err)
+        assert {name: content for name, content in tree(joined).items()
+                if not name.startswith(".work")} == tree(out), point  # fmt: skip
+        assert tree(consumed[0]) == {"notes.txt": b"mine"} and not consumed[1].exists()
+        if not killed:
+            break
+    assert point > 90
+
+
+def test_a_merge_that_began_to_consume_is_not_taken_up_as_one_that_copies(capsys, tmp_path, shards):
+    joined = tmp_path / "joined"
+    arguments = ["merge", *shards, "--output", joined]
+    assert killed_at(60, tmp_path, [*arguments, "--consume"])
+    ended = command(capsys, *arguments)
+    assert (ended.code, "--consume: was" in ended.err) == (2, True)
+    assert command(capsys, *arguments, "--consume").code == 0
+
+
+def test_a_partial_prefix_takes_the_outputs_below_it_and_the_rest_is_left_to_others(capsys, out):
+    whole = {row["prefix"]: row["tokens"] for row in read_manifest(out)["outputs"]}
+    ended = command(capsys, "blend", out, "--set", "quality=high=0.7", "--json")
+    rows = {row["prefix"]: row["weight"] for row in json.loads(ended.out)["train"]}
+    high = sum(whole[prefix] for prefix in PARTITIONS[:3])
+    for prefix in PARTITIONS[:3]:
+        assert rows[prefix] == pytest.approx(0.7 * whole[prefix] / high)
+    assert rows[PARTITIONS[3]] == pytest.approx(0.3)
+
+
 def test_different_runs_are_joined_and_their_documents_stay_in_order(capsys, tmp_path, source):
     outs = []
     for name in ("quality=high", "quality=low"):
@@ -226,6 +277,10 @@ def test_weights_are_set_and_epochs_shown_for_a_budget(capsys, out, tmp_path):
     [
         (("--use", "hq"), "--use 'hq': there are all, nemotron-cc-hq"),
         (("--set", "nothing=1"), "--set 'nothing': is no training prefix"),
+        (("--set", "quality=hig=1"), "--set 'quality=hig': is no training prefix"),
+        (("--set", "quality=high=1"), "the shares sum to 1, which leaves nothing for quality=low"),
+        (("--set", "quality=low=.1", "--set", f"{PARTITIONS[3]}=.2"), "been given a share already"),
+        (("--output", "nowhere/blend.yaml"), "there is no folder nowhere"),
     ],
 )
 def test_a_blend_of_what_is_not_there_is_refused(capsys, out, options, message):

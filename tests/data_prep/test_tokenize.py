@@ -205,7 +205,7 @@ def test_a_half_uploaded_file_fails_and_nothing_is_published(capsys, tmp_path, s
     ended = run(capsys, tmp_path / "in", tmp_path / "out", workers=2)
     assert ended.code == 3
     assert f"half{suffix}" in ended.err and "truncated" in ended.err
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [".work"]
+    assert {path.name for path in tmp_path.glob("out/*")} <= {".work"}
     write(tmp_path / "in" / f"half{suffix}", json_lines(TEXTS * 50))
     assert run(capsys, tmp_path / "in", tmp_path / "out", workers=2).code == 0
 
