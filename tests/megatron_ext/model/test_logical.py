@@ -1,11 +1,16 @@
 """Segments of all tensor-parallel ranks tile every logical matrix and every rank's parameter."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megatron_ext import host
 from megatron_ext.model import ModelConfig, build, describe, logical_shapes, skeleton
@@ -105,6 +110,26 @@ def test_a_parameter_of_unknown_split_is_refused_by_name():
     layer.linear_gate = torch.nn.Linear(4, 4, bias=False, device="meta")
     with pytest.raises(UnknownParameterError, match=r"layers\.1\.self_attention\.linear_gate"):
         describe([built], model, ParallelConfig())
+
+
+def _describe_experts(rank: int) -> str:
+    """What is said of a layer with real experts."""
+    model = model_config()
+    with join(ParallelConfig(), timeout_seconds=30):
+        initialize_megatron(ParallelConfig(), 1)
+        (chunk,) = build(model, ParallelConfig(), precision="fp32", recompute="none", seed=1)
+        config = replace(chunk.config, num_moe_experts=2, moe_ffn_hidden_size=model.ffn)
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        chunk.decoder.layers[1].mlp = SequentialMLP(2, config, linear, pg_collection=groups)
+        with pytest.raises(UnknownParameterError) as caught:
+            describe([chunk], model, ParallelConfig())
+        return str(caught.value)
+
+
+def test_experts_are_refused_by_name_because_their_groups_are_not_planned():
+    (message,) = run(_describe_experts, 1)
+    assert "layers.1.mlp.local_experts.0.linear_fc1.weight" in message
 
 
 def test_a_fused_weight_of_another_shape_is_refused_by_name():
