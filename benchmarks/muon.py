@@ -1,4 +1,4 @@
-"""What a Muon step costs: `python -m benchmarks.muon [--tp 1 2 4] [--recipe NAME] [--json]`.
+"""What a Muon step costs: `python -m benchmarks.muon [--tp 1 2 4] [--recipe NAME] [--layers N]`.
 
 Ours against megatron-core's TensorParallelMuon in its `duplicated` mode, and in one process against
 emerging-optimizers' Muon. All update the same matrices: those of a model of 4 layers, 1,024 wide,
@@ -7,6 +7,9 @@ Steps alternate, so that a busy machine slows all alike. Beside the times stands
 Newton–Schulz operations alone would take at the rate of one plain matrix product, which is measured
 in the same processes. The overhead over AdamW is that of a step of 0.5 M tokens whose forward and
 backward passes run at that rate as well, hence an upper bound.
+
+On a GPU: `--tp 1 --recipe 1.76b --layers 4`, and 3.1b. All optimizers hold their states at once, so
+that the whole model may not fit; fewer layers make both the steps and the training cheaper.
 """
 
 import argparse
@@ -76,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.muon", description=__doc__)
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4], help="layouts")
     parser.add_argument("--recipe", help="the model of a recipe instead of 4 layers, 1,024 wide")
+    parser.add_argument("--layers", type=int, help="as many layers of a recipe's, not all")
     parser.add_argument("--arithmetic", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", action="store_true")
@@ -90,6 +94,7 @@ def _launch(tp: int, options: argparse.Namespace) -> Figures:
     command += ["--tp", str(tp), "--arithmetic", options.arithmetic]
     command += ["--repeats", str(options.repeats)]
     command += ["--recipe", options.recipe] if options.recipe else []
+    command += ["--layers", str(options.layers)] if options.layers else []
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"TP {tp} failed:\n{result.stderr}")
@@ -109,7 +114,7 @@ def _as_rank(options: argparse.Namespace) -> None:
 
 
 def _measure(parallel: ParallelConfig, options: argparse.Namespace) -> Figures:
-    model = _model(options.recipe)
+    model = _model(options)
     ours = _our_step(model, parallel, "muon", options.arithmetic)
     adamw = _our_step(model, parallel, "adamw", options.arithmetic)
     theirs = _their_step(model, parallel, options.arithmetic)
@@ -133,11 +138,12 @@ def _measure(parallel: ParallelConfig, options: argparse.Namespace) -> Figures:
     )
 
 
-def _model(recipe: str | None) -> ModelConfig:
-    if recipe:
-        return load(recipe).config.model
+def _model(options: argparse.Namespace) -> ModelConfig:
+    layers = {"layers": options.layers} if options.layers else {}
+    if options.recipe:
+        return load(options.recipe).config.model.model_copy(update=layers)
     # A small vocabulary: the comparison is of the matrices.
-    return ModelConfig(vocab_size=64, sequence_length=128, **MATRICES)
+    return ModelConfig(vocab_size=64, sequence_length=128, **(MATRICES | layers))
 
 
 @dataclass(frozen=True)
@@ -233,7 +239,8 @@ def _print(figures: list[Figures], options: argparse.Namespace) -> None:
             f"{more / each.training:.2%}",
         )
     console = Console(width=150)
-    what = options.recipe or " × ".join(f"{name} {size}" for name, size in MATRICES.items())
+    model = _model(options)
+    what = " × ".join(f"{name} {getattr(model, name)}" for name in MATRICES)
     console.print(f"{what}, {options.arithmetic}; median of {options.repeats} (least … most)")
     console.print(table)
 
