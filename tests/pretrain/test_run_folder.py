@@ -44,6 +44,8 @@ def test_the_last_round_ends_with_the_run_however_short_it_is(folder):
     assert [(line["round"], line["step"]) for line in found] == [(1, 4), (2, 8), (3, 10)]
     assert all(line.keys() >= ROUNDS for line in found)
     assert all(-1 <= line["cosine"] <= 1 for line in found)
+    # A step trains on 512 tokens, half of them in each replica.
+    assert [line["tokens"] for line in found] == [[1024, 1024], [1024, 1024], [512, 512]]
 
 
 def test_validation_is_of_the_global_weights_at_the_start_in_between_and_at_the_end(folder):

@@ -10,9 +10,12 @@ from megatron_ext.diloco import codecs, plan
 from megatron_ext.diloco.collective import Collective
 from megatron_ext.diloco.config import OuterConfig
 from megatron_ext.diloco.loop import OuterLoop
+from megatron_ext.diloco.units import units_of
 from megatron_ext.diloco.wire import LinkConfig, Wire
+from megatron_ext.model.logical import logical_shapes
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.replicas import ParallelConfig, join
+from pretrain.config import load
 from tests.megatron_ext.diloco.loops import CODECS, MODEL, make
 from tests.ranks import run
 
@@ -62,7 +65,7 @@ def send_each(rank, parallel, configs):
         return found
 
 
-@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("count", [2, 4, 8])
 def test_bytes_are_those_that_were_planned_with_every_codec(count):
     configs = [
         OuterConfig(interval=1, lr=0.7, momentum=0.6, **codec, exchange=exchange)
@@ -72,6 +75,29 @@ def test_bytes_are_those_that_were_planned_with_every_codec(count):
     for found in run(send_each, count, ParallelConfig(replicas=count), configs):
         assert len(found) == len(configs)
         assert all(sent == planned > 0 for sent, planned in found)
+
+
+@pytest.mark.parametrize("count", [2, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"codec": "linear", "bits": 4}, 0.53),
+        ({"codec": "statistical", "bits": 4}, 0.53),
+        ({"codec": "statistical", "bits": 2}, 0.28),
+        ({"codec": "bf16"}, 2.03),
+    ],
+    ids=["linear 4", "statistical 4", "statistical 2", "bf16"],
+)
+def test_no_replica_sends_more_than_its_share_of_a_real_model(options, most, count):
+    """Bytes for each value and leg, times (K − 1)/K, of the 416M model, norms uncompressed."""
+    shapes = logical_shapes(load("416m").config.model)
+    units = [unit for name, shape in shapes.items() for unit in units_of(name, shape)]
+    outer = OuterConfig(**options)
+    buckets = plan.plan_buckets(units, outer.codecs_of(units), count, shift=0)
+    numel = sum(torch.Size(shape).numel() for shape in shapes.values())
+    for replica in range(count):
+        sent = plan.planned_bytes(buckets, replica, count, gather=False)
+        assert sent <= most * 2 * (count - 1) / count * numel
 
 
 def held_back(rank, link):

@@ -100,29 +100,30 @@ def test_four_bits_send_an_eighth_whatever_the_number_of_replicas(count):
 
 def train_slowly(rank, parallel, outer):
     with join(parallel, 30) as replicas:
-        loop = OuterLoop(make(parallel, MODEL, OptimizerConfig(lr=0.1)), outer, replicas, 8)
+        loop = OuterLoop(make(parallel, MODEL, OptimizerConfig(lr=0.1)), outer, replicas, 12)
         rounds = []
-        for step in range(1, 9):
+        for step in range(1, 12):
             time.sleep(0.5)  # an inner step
             rounds += loop.step(step, tokens=1)
-        return [(record.seconds, record.exposed_seconds) for record in rounds]
+        # Where other processes disturb one round, the other one still tells.
+        return min((record.exposed_seconds, record.seconds) for record in rounds)
 
 
 @pytest.mark.parametrize(
     "slow",
     [
-        LinkConfig(latency_ms=150),  # four exchanges one after another: 0.6 s
-        LinkConfig(gbit=0.00048),  # 36 KB of the model's 72: 0.6 s
+        LinkConfig(latency_ms=300),  # four exchanges one after another: 1.2 s
+        LinkConfig(gbit=0.00048),  # 72 KB of the model: 1.2 s
     ],
     ids=["latency", "bandwidth"],
 )
-def test_a_delay_hides_a_slow_link_behind_inner_steps_and_without_one_it_shows(slow):
-    shares = []
+def test_a_delay_that_covers_the_transfer_leaves_a_tenth_of_the_wait_or_less(slow):
+    exposed = []
     for delay in (0, 3):
         outer = OuterConfig(interval=4, lr=0.7, momentum=0.6, delay=delay, link=slow)
-        results = run(train_slowly, 2, ParallelConfig(replicas=2), outer)
-        seconds, exposed = results[0][0]
-        assert seconds >= 0.6
-        shares.append(exposed / seconds)
-    assert shares[0] > 0.9
-    assert shares[1] < 0.3
+        (waited, seconds), _ = run(train_slowly, 2, ParallelConfig(replicas=2), outer)
+        assert seconds > 1.1
+        exposed.append(waited)
+    without, covered = exposed
+    assert without > 1.1
+    assert covered <= without / 10
