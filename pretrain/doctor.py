@@ -70,6 +70,7 @@ _RULES: tuple[tuple[str, Verdict, str], ...] = (
     ("model.document_masking", "deliberate", "the weights were trained with the other value"),
     ("model.sequence_length", "deliberate", _NEW_ORDER),
     ("model.", "refused", "the weights in the checkpoint are of the other model"),
+    ("fp8.format", "deliberate", "the layers compute in the other precision from here on"),
     ("data.skip", "honoured", "what lies ahead is left out"),
     ("data", "deliberate", _NEW_ORDER),
     ("tokenizer", "deliberate", "the weights know the other tokenizer"),

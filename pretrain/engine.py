@@ -10,15 +10,21 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.model.attention import documents
+from megatron_ext.model.fp8.state import DelayedScaling
 from megatron_ext.muon.stage import Stage
 from pretrain.samples import Batch
 
 
 class Engine:
-    """Runs the model of one rank, together with the other ranks of the replica."""
+    """Runs the model of one rank, together with the other ranks of the replica.
+
+    Attributes:
+        scaling: what FP8's delayed scaling remembers of earlier steps.
+    """
 
     def __init__(self, stage: Stage):
         self._stage = stage
+        self.scaling = DelayedScaling(stage.chunks)
         self._schedule = get_forward_backward_func()
         config = stage.chunks[0].config
         config.finalize_model_grads_func = finalize_model_grads
@@ -36,6 +42,7 @@ class Engine:
             chunk.train()
             chunk.zero_grad_buffer()
         total, tokens = self._run(list(micro_batches), forward_only=False)
+        self.scaling.finish_step()
         return total / tokens, tokens
 
     @torch.no_grad()

@@ -63,7 +63,8 @@ class Session:
         # As it comes back from a checkpoint, where a tuple is a list.
         options = json.loads(json.dumps({key: value for key, value, _ in resolved.leaves()}))
         facts = self.samples.facts | routing.identity(routes)
-        self.state = RunState(self.inner, self.outer, self.samples, options, facts)
+        scaling = self.engine.scaling
+        self.state = RunState(self.inner, self.outer, self.samples, scaling, options, facts)
         resume = config.resume
         resumed_from = self._checkpoints.resume(
             resume.checkpoint, self.state, resume.inner, resume.fallback
@@ -228,6 +229,7 @@ def build_inner(config: RunConfig, routes: dict) -> InnerOptimizer:
         precision=train.precision,
         recompute=train.recompute,
         seed=train.seed,
+        fp8=config.fp8,
     )
     logical = describe(chunks, model, config.parallel)
     stage = Stage(chunks, logical, routes, chunks[0].config, overlap=train.overlap)

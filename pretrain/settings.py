@@ -12,6 +12,7 @@ from megatron_ext.diloco.config import OuterConfig
 from megatron_ext.diloco.published import outer_defaults
 from megatron_ext.errors import ConfigError
 from megatron_ext.model.config import ModelConfig
+from megatron_ext.model.fp8.config import Fp8Config, refuse_what_cannot_work
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.replicas import ParallelConfig
 from pretrain.data import DataConfig
@@ -34,6 +35,7 @@ class RunConfig(Section):
 
     run: RunSection
     model: ModelConfig
+    fp8: Fp8Config = Fp8Config()
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     train: TrainConfig
@@ -98,6 +100,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
         _check_layout(self.model, self.parallel)
+        _check_fp8(self)
         _check_pipeline(self)
         _check_batch(self)
         _check_schedule(self)
@@ -127,6 +130,13 @@ def check_machine(config: RunConfig) -> None:
         )
     if not torch.cuda.is_available():
         raise ConfigError(f"{option} needs a GPU; without one use model.implementation=plain")
+    if config.fp8.enabled and config.fp8.recipe == "mxfp8":
+        major, minor = torch.cuda.get_device_capability()
+        if major < 10:
+            raise ConfigError(
+                f"fp8.recipe=mxfp8 needs a Blackwell GPU; this one has compute capability "
+                f"{major}.{minor}; use tensorwise, blockwise or delayed"
+            )
 
 
 def _check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -147,6 +157,21 @@ def _check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
                 f"{model.implementation} layers cannot share a sequence"
             )
         _check_multiple("model.sequence_length", model.sequence_length, "2 × parallel.cp", 2 * cp)
+
+
+def _check_fp8(config: RunConfig) -> None:
+    fp8, parallel = config.fp8, config.parallel
+    if not fp8.enabled:
+        return
+    refuse_what_cannot_work(fp8, config.model, parallel, config.train.precision)
+    tokens = config.train.micro_batch * config.model.sequence_length // parallel.cp
+    if parallel.sequence_parallel:
+        tokens //= parallel.tp
+    if tokens % fp8.multiple:
+        raise ConfigError(
+            f"the {tokens} tokens of train.micro_batch={config.train.micro_batch} on a rank must "
+            f"be a multiple of {fp8.multiple} for fp8.recipe={fp8.recipe}"
+        )
 
 
 def _check_pipeline(config: RunConfig) -> None:

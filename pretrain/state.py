@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron_ext.checkpoint.state import StateTensor
 from megatron_ext.diloco.loop import OuterLoop
 from megatron_ext.errors import ConfigError
+from megatron_ext.model.fp8.state import DelayedScaling
 from megatron_ext.muon.optimizer import InnerOptimizer
 from pretrain.config import from_options
 from pretrain.doctor import Finding, examine, refuse
@@ -34,6 +35,7 @@ class RunState:
         inner: InnerOptimizer,
         outer: OuterLoop | None,
         samples: Samples,
+        scaling: DelayedScaling,
         options: dict[str, Any],
         facts: dict[str, Any],
     ):
@@ -44,6 +46,7 @@ class RunState:
         self._inner = inner
         self._outer = outer
         self._samples = samples
+        self._scaling = scaling
 
     @property
     def position(self) -> Position:
@@ -53,6 +56,7 @@ class RunState:
     def tensors(self) -> Iterator[StateTensor]:
         """Masters, optimizer state, anchor and outer momentum."""
         yield from self._inner.tensors()
+        yield from self._scaling.tensors()
         if self._outer:
             yield from self._outer.tensors()
 
@@ -101,6 +105,7 @@ class RunState:
         self._inner.steps = counters["optimizer_steps"]
         if self._outer:
             self._outer.restore(counters["outer"])
+        self._scaling.share()
         self._inner.write_weights()
         if rng is not None:
             self._set_generators(rng)

@@ -15,6 +15,7 @@ from megatron_ext.checkpoint.saved import Saved
 from megatron_ext.checkpoint.saving import COUNTERS, SHARED, layout_of, replica_folder
 from megatron_ext.checkpoint.state import (
     MASTER_KIND,
+    OPTIONAL_KINDS,
     RANDOM_KIND,
     RESIDUAL_KINDS,
     SHARED_KINDS,
@@ -150,8 +151,11 @@ class Load:
         """The live tensors by the folder that fills them; all folders on all ranks."""
         wanted: dict[str, list[StateTensor]] = {self._own_folder: []}
         wanted |= {f"{SHARED}/{kind}": [] for kind in SHARED_KINDS}
+        stored = self._entries(self._own_folder)
         for tensor in state.tensors():
-            kind = tensor[0]
+            kind, block, _ = tensor
+            if kind in OPTIONAL_KINDS and storage.key_of(kind, block.name) not in stored:
+                continue
             wanted[f"{SHARED}/{kind}" if kind in SHARED_KINDS else self._own_folder].append(tensor)
         return wanted
 
@@ -165,6 +169,8 @@ class Load:
                 if not key.startswith(f"{RANDOM_KIND}.")
             }
             for key in sorted(wanted.keys() | stored.keys()):
+                if key.split(".")[0] in OPTIONAL_KINDS and key not in wanted:
+                    continue
                 if self._is_resized and key.split(".")[0] in RESIDUAL_KINDS:
                     continue  # a single replica has none, so both sides may lack them
                 if wanted.get(key) != stored.get(key):

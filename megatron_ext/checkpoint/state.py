@@ -14,6 +14,9 @@ SHARED_KINDS = ("anchor", "outer_momentum", "outer_square", "outer_pending")
 # What a replica still owes to the others. A replica that joins owes nothing.
 RESIDUAL_KINDS = ("error_feedback", "second_error")
 
+# What a run may begin or cease to have: FP8's delayed scaling, which then starts afresh.
+OPTIONAL_KINDS = ("fp8_scaling",)
+
 # FP32 weights as a replica trains them.
 MASTER_KIND = "master"
 

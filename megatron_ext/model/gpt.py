@@ -18,16 +18,20 @@ from megatron.core.pipeline_parallel.utils import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.model.config import ModelConfig
+from megatron_ext.model.fp8.config import Fp8Config, core_options, refuse_what_cannot_work
 from megatron_ext.model.initialize import initialize
 from megatron_ext.model.spec import block_submodules
 from megatron_ext.replicas import ParallelConfig
 
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
+
+NO_FP8 = Fp8Config()
 
 
 def build(
@@ -38,6 +42,7 @@ def build(
     recompute: Recompute,
     seed: int,
     device: torch.device | None = None,
+    fp8: Fp8Config = NO_FP8,
 ) -> list[gpt_model.GPTModel]:
     """This rank's model chunks with their initial weights, one for each interleaved stage.
 
@@ -46,10 +51,10 @@ def build(
     the loss of each token in that shape on the last stage. `chunk.config` is shared by the chunks.
     Raises ConfigError for a combination that cannot work.
     """
-    config = transformer_config(model, parallel, precision=precision, recompute=recompute)
+    config = transformer_config(model, parallel, precision=precision, recompute=recompute, fp8=fp8)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     chunks = [
-        _build_chunk(model, config, groups, stage if parallel.interleave > 1 else None)
+        _build_chunk(model, config, groups, stage if parallel.interleave > 1 else None, fp8)
         for stage in range(parallel.interleave)
     ]
     initialize(chunks, model, parallel, seed)
@@ -65,14 +70,19 @@ def skeleton(model: ModelConfig) -> gpt_model.GPTModel:
 
 
 def transformer_config(
-    model: ModelConfig, parallel: ParallelConfig, *, precision: Precision, recompute: Recompute
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    precision: Precision,
+    recompute: Recompute,
+    fp8: Fp8Config = NO_FP8,
 ) -> TransformerConfig:
     """Megatron-core's description of the layers, of parallelism and of the schedule.
 
     The training loop adds its hooks (finalize_model_grads_func and the like).
     """
     _refuse_what_cannot_work(model, parallel)
-    cuda = torch.cuda.is_available()
+    refuse_what_cannot_work(fp8, model, parallel, precision)
     plain = model.implementation == "plain"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     interleaved = parallel.interleave > 1
@@ -110,14 +120,11 @@ def transformer_config(
         # Transformer Engine decides by the environment: NVTE_ALLOW_NONDETERMINISTIC_ALGO=0.
         deterministic_mode=plain,
         transformer_impl="local" if plain else "transformer_engine",
-        # Fused kernels are compiled at their first call, which needs a GPU to be worth it.
-        bias_activation_fusion=cuda,
-        bias_dropout_fusion=cuda,
-        cross_entropy_loss_fusion=cuda,
-        apply_rope_fusion=not plain,
         # The default, "full", only draws a warning that it is deprecated.
         cuda_graph_modules=[],
+        **_fusions(plain),
         **_recomputation(recompute),
+        **core_options(fp8),
     )
 
 
@@ -126,16 +133,19 @@ def _build_chunk(
     config: TransformerConfig,
     groups: ProcessGroupCollection,
     vp_stage: int | None,
+    fp8: Fp8Config = NO_FP8,
 ) -> gpt_model.GPTModel:
     """One chunk with weights that hold no values yet."""
     vp_size = config.virtual_pipeline_model_parallel_size
-    layers = get_num_layers_to_build(config, vp_stage, get_pg_rank(groups.pp))
+    pp_rank = get_pg_rank(groups.pp)
+    first_layer = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    layers = range(first_layer, first_layer + get_num_layers_to_build(config, vp_stage, pp_rank))
     first = is_pp_first_stage(groups.pp) and is_vp_first_stage(vp_stage, vp_size)
     last = is_pp_last_stage(groups.pp) and is_vp_last_stage(vp_stage, vp_size)
     with _quiet(gpt_model.logger):
         return gpt_model.GPTModel(
             config,
-            block_submodules(model, config, layers),
+            block_submodules(model, config, layers, fp8),
             vocab_size=model.vocab_size,
             max_sequence_length=model.sequence_length,
             pre_process=first,
@@ -146,6 +156,17 @@ def _build_chunk(
             pg_collection=groups,
             vp_stage=vp_stage,
         )
+
+
+def _fusions(plain: bool) -> dict[str, bool]:
+    """Fused kernels are compiled at their first call, which needs a GPU to be worth it."""
+    cuda = torch.cuda.is_available()
+    return {
+        "bias_activation_fusion": cuda,
+        "bias_dropout_fusion": cuda,
+        "cross_entropy_loss_fusion": cuda,
+        "apply_rope_fusion": not plain,
+    }
 
 
 def _recomputation(recompute: Recompute) -> dict:

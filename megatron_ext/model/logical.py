@@ -8,7 +8,7 @@ segments of any tensor-parallel rank, not just of this one.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -195,6 +195,16 @@ def describe(
                 )
             described[parameter] = logical
     return described
+
+
+def modules_by_global_name(
+    model_chunks: Iterable[torch.nn.Module],
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Every module of this rank's model chunks by its name in the whole model."""
+    for chunk in model_chunks:
+        model = _unwrap(chunk)
+        for name, module in model.named_modules():
+            yield _with_global_layer(name, model), module
 
 
 def describe_parameter(name: str, config: "ModelConfig", tp: int) -> LogicalParameter:
