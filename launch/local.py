@@ -19,8 +19,8 @@ from megatron_ext.checkpoint.folders import read_latest
 from megatron_ext.errors import ConfigError, PeerError, StackError
 from megatron_ext.replicas import ParallelConfig
 from pretrain import exit
+from pretrain.appointments import SIGNALS
 from pretrain.config import Resolved, check_machine
-from pretrain.stopping import SIGNALS
 
 SETTLE_SECONDS = 0.5
 """How long the cause of a failure may come after its first consequence."""

@@ -7,7 +7,6 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from megatron_ext.config import Section
 from pretrain.schedule import learning_rate
-from pretrain.stopping import Stopping
 
 if TYPE_CHECKING:
     from pretrain.config import Resolved
@@ -52,13 +51,13 @@ def run(session: "Session") -> None:
     stop = config.train.stop_at or steps
     if state.step == 0 and config.validation.every:
         session.validate()
-    with Stopping(session.replicas, config.outer) as stopping:
+    with session.appointments() as appointments:
         while state.step < stop:
             started = time.perf_counter()
             step = state.step + 1
             last = step == steps
             session.replicas.progress(step)
-            stopping.begin(step)
+            appointments.begin(step)
             with session.replicas.guard(f"step {step}"):
                 lr = learning_rate(step, steps, config.optimizer)
                 loss, tokens = session.engine.train(session.samples.micro_batches(step))
@@ -68,9 +67,12 @@ def run(session: "Session") -> None:
                 session.record(loss, lr, grad_norm, time.perf_counter() - started, outer)
                 if _due(step, config.validation.every, last):
                     session.validate()
-                ends = step == stop or stopping.due(step)
-                if _due(step, config.checkpoint.every) or ends:
+                asked = appointments.due(step)
+                ends = step == stop or asked == "end"
+                if ends or asked or _due(step, config.checkpoint.every):
                     session.save(last=ends)
+                elif _due(step, config.checkpoint.light_every):
+                    session.save_light()
             if ends:
                 break
 

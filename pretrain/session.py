@@ -23,6 +23,7 @@ from megatron_ext.muon.routing import route_all
 from megatron_ext.muon.stage import Stage
 from megatron_ext.muon.verify import judge, verify
 from megatron_ext.replicas import Replicas, initialize_megatron, join
+from pretrain.appointments import Appointments
 from pretrain.config import Resolved, write
 from pretrain.display import Display
 from pretrain.doctor import table_text
@@ -122,6 +123,13 @@ class Session:
             self._log.validation(self.state.step, self.tokens, loss, "global")
             self._display.say(f"step {self.state.step}: held-out loss {loss:.4f} (global weights)")
 
+    def appointments(self) -> Appointments:
+        """Listens for what is asked of the run while it trains."""
+        config = self.config
+        return Appointments(
+            self.replicas, config.outer, Path(config.run.dir), config.checkpoint.every_minutes
+        )
+
     def save(self, last: bool) -> None:
         """Write a checkpoint; return when it is written if it is the last one of this session."""
         self._note_save(self._checkpoints.wait())
@@ -131,6 +139,12 @@ class Session:
             self._checkpoints.save_in_background(self.state, self.state.step)
         else:
             self._note_save(self._checkpoints.save(self.state, self.state.step))
+
+    def save_light(self) -> None:
+        """Write a checkpoint of the anchor and the outer state only."""
+        self._note_save(self._checkpoints.wait())
+        self.outer.settle()
+        self._note_save(self._checkpoints.save_light(self.state, self.state.step))
 
     def _note_save(self, outcome: Outcome | None) -> None:
         """Write down how a save ended. A background save that failed does not end the run."""

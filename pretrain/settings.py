@@ -110,6 +110,11 @@ class RunConfig(Section):
                 f"optimizer.averaging.decay={decay} with outer.interval={self.outer.interval}: "
                 "primal averaging takes the outer step's place; set one of them to 0"
             )
+        if self.checkpoint.light_every and not self.outer.interval:
+            raise ConfigError(
+                f"checkpoint.light_every={self.checkpoint.light_every} needs outer.interval of at "
+                "least 1: a light checkpoint holds the anchor, which there is none of without"
+            )
         if self.outer.interval == 0 and self.parallel.replicas > 1:
             raise ConfigError(
                 f"parallel.replicas={self.parallel.replicas} needs outer.interval of at least 1; "

@@ -102,9 +102,10 @@ class RunState:
         goes_on = all(saved[name] == value for name, value in self._samples.order.items())
         sample = counters["sample"] if goes_on else 0
         self._samples.start(Position(self.step, sample, counters["tokens"]))
-        self._inner.steps = counters["optimizer_steps"]
+        # A light checkpoint brings no inner optimizer state, and the masters are the anchor.
+        self._inner.steps = 0 if counters["light"] else counters["optimizer_steps"]
         if self._outer:
-            self._outer.restore(counters["outer"])
+            self._outer.restore(counters["outer"], at_anchor=counters["light"])
         self._scaling.share()
         self._inner.write_weights()
         if rng is not None:

@@ -119,6 +119,16 @@ class Checkpoints:
         save.stage(state, in_place)
         return Outcome(step, save.write_and_commit(self._in_replica, self._everyone))
 
+    def save_light(self, state: TrainingState, step: int) -> Outcome:
+        """Save what all replicas share, and the counters, beside the complete checkpoints.
+
+        `find` takes such a one by its path only. Raises what `save` raises.
+        """
+        self._report(self.wait())
+        save = Save(self._root, step, self._replicas, self._observe, folders.prune_light, True)
+        save.stage(state, in_place)
+        return Outcome(step, save.write_and_commit(self._in_replica, self._everyone))
+
     def save_in_background(self, state: TrainingState, step: int) -> None:
         """Copy the state, and write it on another thread while training goes on.
 
@@ -170,12 +180,19 @@ class Checkpoints:
             return newest
         chosen = None if resume == "none" else find(Path(resume))[-1]
         # Another start than the newest would leave two histories in one folder.
-        if newest is not None and (chosen is None or not chosen.samefile(newest)):
+        if newest is not None and (chosen is None or not self._is_ahead(chosen, newest)):
             raise ConfigError(
                 f"resume={resume}, but run.dir holds checkpoints, up to {newest}; resume=auto goes "
                 "on from there; else move them away or choose another run.dir"
             )
         return chosen
+
+    def _is_ahead(self, chosen: Path, newest: Path) -> bool:
+        """Whether it is the newest, or a light one of the same run that came after it."""
+        if not chosen.resolve().is_relative_to(self._root.resolve()):
+            return False
+        step = folders.step_of(chosen, light=True)
+        return chosen.samefile(newest) or (step is not None and step > folders.step_of(newest))
 
     def _mend_latest(self, newest: Path | None) -> None:
         """`latest` is for people and scripts; what counts is which folders are committed."""

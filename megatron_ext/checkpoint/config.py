@@ -1,6 +1,6 @@
 """When checkpoints are written and how many stay."""
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megatron_ext.config import Section
 
@@ -10,6 +10,12 @@ class CheckpointConfig(Section):
 
     every: NonNegativeInt = 0
     """Inner steps between checkpoints; 0 writes one at the end only."""
+    every_minutes: NonNegativeFloat = 0.0
+    """Minutes between checkpoints, in addition; all processes save after the same step. 0 is never.
+    A file `save` in run.dir, or SIGUSR2 to a process of the run, asks for one at once."""
+    light_every: NonNegativeInt = 0
+    """Inner steps between light checkpoints, in addition: anchor and outer state only, the newest
+    two of them; resume=PATH goes on from one, with fresh inner optimizer state. 0 writes none."""
     keep_last: PositiveInt = 2
     """Checkpoints that stay; older ones are removed after a newer one is committed."""
     keep_every: NonNegativeInt = 0

@@ -3,6 +3,7 @@
 checkpoints/step-00000100/            committed, complete, never changed again
 checkpoints/step-00000200.partial/    being written, or left by a save that was interrupted
 checkpoints/step-00000050.removed/    being deleted
+checkpoints/light-00000150/           the same of a light one: anchor and outer state only
 checkpoints/latest                    text: the name of the newest committed folder
 """
 
@@ -20,25 +21,26 @@ REMOVED = ".removed"
 DAMAGED = ".damaged"
 
 _STEP = re.compile(r"step-(\d{8,})")
+_LIGHT = re.compile(r"light-(\d{8,})")
 
 
-def name_of(step: int) -> str:
+def name_of(step: int, light: bool = False) -> str:
     """Folder name of the checkpoint after `step` inner steps."""
-    return f"step-{step:08d}"
+    return f"{'light' if light else 'step'}-{step:08d}"
 
 
-def step_of(folder: Path) -> int | None:
+def step_of(folder: Path, light: bool = False) -> int | None:
     """The step in a committed folder's name; None for any other name."""
-    match = _STEP.fullmatch(folder.name)
+    match = (_LIGHT if light else _STEP).fullmatch(folder.name)
     return int(match.group(1)) if match else None
 
 
-def committed(root: Path) -> list[Path]:
-    """Committed checkpoints, oldest first."""
+def committed(root: Path, light: bool = False) -> list[Path]:
+    """Committed checkpoints, oldest first; the light ones on their own."""
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if step_of(path) is not None and path.is_dir()]
-    return sorted(found, key=lambda path: step_of(path) or 0)
+    found = [path for path in root.iterdir() if step_of(path, light) is not None and path.is_dir()]
+    return sorted(found, key=lambda path: step_of(path, light) or 0)
 
 
 def leftovers(root: Path) -> list[Path]:
@@ -49,8 +51,12 @@ def leftovers(root: Path) -> list[Path]:
         path
         for path in root.iterdir()
         if path.name == f"{LATEST}{PARTIAL}"
-        or (path.suffix in (PARTIAL, REMOVED) and _STEP.fullmatch(path.stem))
+        or (path.suffix in (PARTIAL, REMOVED) and _is_name(path.stem))
     )
+
+
+def _is_name(text: str) -> bool:
+    return bool(_STEP.fullmatch(text) or _LIGHT.fullmatch(text))
 
 
 def commit(partial: Path) -> Path:
@@ -88,6 +94,12 @@ def prune(root: Path, keep_last: int, keep_every: int) -> None:
     for folder in committed(root)[:-keep_last]:
         if not (keep_every and step_of(folder) % keep_every == 0):
             discard(folder)
+
+
+def prune_light(root: Path) -> None:
+    """Remove all light checkpoints but the newest two."""
+    for folder in committed(root, light=True)[:-2]:
+        discard(folder)
 
 
 def set_aside(folder: Path) -> Path:

@@ -106,6 +106,7 @@ class Load:
         self._replicas = replicas
         self._inner = inner
         self._saved = content.about["layout"]
+        self._light = content.about["light"]
 
     def run(self, state: TrainingState, in_replica: Council, everyone: Council) -> None:
         """Fill the live tensors and hand over counters and random states.
@@ -126,7 +127,9 @@ class Load:
             for folder, tensors in wanted.items():
                 if not tensors:
                     continue
-                if folder == self._own_folder and self._is_resized:
+                if folder == self._own_folder and self._light:
+                    self._read_anchor(tensors)
+                elif folder == self._own_folder and self._is_resized:
                     self._read_resized(tensors)
                 else:
                     storage.read(self._path / folder, tensors)
@@ -151,7 +154,7 @@ class Load:
         """The live tensors by the folder that fills them; all folders on all ranks."""
         wanted: dict[str, list[StateTensor]] = {self._own_folder: []}
         wanted |= {f"{SHARED}/{kind}": [] for kind in SHARED_KINDS}
-        stored = self._entries(self._own_folder)
+        stored = {} if self._light else self._entries(self._own_folder)
         for tensor in state.tensors():
             kind, block, _ = tensor
             if kind in OPTIONAL_KINDS and storage.key_of(kind, block.name) not in stored:
@@ -162,6 +165,8 @@ class Load:
     def _compare_contents(self, words: list[dict[str, dict[str, Any]]]) -> None:
         """On the first rank of a replica: the run's state must be the checkpoint's, no less."""
         for folder in words[0]:
+            if self._light and folder == self._own_folder:
+                continue
             wanted = {key: shape for word in words for key, shape in word[folder].items()}
             stored = {
                 key: (entry.shape, entry.dtype)
@@ -197,6 +202,13 @@ class Load:
         for _, _, tensor in rules["zero"]:
             tensor.zero_()
 
+    def _read_anchor(self, tensors: list[StateTensor]) -> None:
+        masters = [("anchor", block, tensor) for k, block, tensor in tensors if k == MASTER_KIND]
+        storage.read(self._path / SHARED / "anchor", masters)
+        for kind, _, tensor in tensors:
+            if kind != MASTER_KIND:
+                tensor.zero_()
+
     def _read_mean(self, tensors: list[StateTensor]) -> None:
         """In float64, in which the mean of equal values is exactly that value."""
         count = self._saved["replicas"]
@@ -215,7 +227,7 @@ class Load:
 
     def _rng(self, state: TrainingState) -> torch.Tensor | None:
         """This rank's random state, if the rank is the same part of the run as then."""
-        if self._saved != layout_of(self._replicas):
+        if self._light or self._saved != layout_of(self._replicas):
             return None
         rng = torch.empty_like(state.rng())
         place = Block(str(self._replicas.rank), (rng.numel(),), (0,), (rng.numel(),))
@@ -223,7 +235,8 @@ class Load:
         return rng
 
     def _counters(self) -> dict[str, Any]:
-        return json.loads((self._path / self._own_folder / COUNTERS).read_bytes())
+        counters = json.loads((self._path / self._own_folder / COUNTERS).read_bytes())
+        return counters | {"light": self._light}
 
 
 def _described(tensors: list[StateTensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

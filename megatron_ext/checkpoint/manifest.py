@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ext.errors import DataError
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

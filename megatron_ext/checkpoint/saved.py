@@ -161,7 +161,8 @@ def find(path: Path) -> list[Path]:
 
     Raises DataError if there is none.
     """
-    if (path / manifest.NAME).is_file() or folders.step_of(path) is not None:
+    names_one = any(folders.step_of(path, light) is not None for light in (False, True))
+    if (path / manifest.NAME).is_file() or names_one:
         if not path.is_dir():
             raise DataError(f"{path}: there is no such checkpoint")
         return [path]

@@ -80,14 +80,19 @@ class Save:
         replicas: Replicas,
         observe: Callable[[str], None],
         prune: Callable[[Path], None],
+        light: bool = False,
     ) -> None:
-        """`prune` removes what need not stay below `root`, once the new checkpoint is there."""
+        """`prune` removes what need not stay below `root`, once the new checkpoint is there.
+
+        A `light` checkpoint holds what is shared by the replicas, and no `latest` names it.
+        """
         self._root = root
+        self._light = light
         self._step = step
         self._replicas = replicas
         self._observe = observe
         self._prune = prune
-        self._partial = root / f"{folders.name_of(step)}{folders.PARTIAL}"
+        self._partial = root / f"{folders.name_of(step, light)}{folders.PARTIAL}"
         self._failure = Failure()
         self._writings: dict[str, Writing] = {}
         self._bytes = 0
@@ -131,7 +136,9 @@ class Save:
         rng = state.rng()
         place = Block(str(self._replicas.rank), (rng.numel(),), (0,), (rng.numel(),))
         own = [tensor for tensor in tensors if tensor[0] not in SHARED_KINDS]
-        parts = {replica_folder(self._replicas.index): [*own, (RANDOM_KIND, place, rng)]}
+        parts = {}
+        if not self._light:
+            parts[replica_folder(self._replicas.index)] = [*own, (RANDOM_KIND, place, rng)]
 
         present: list[set[str]] = [set()] * self._replicas.world_size
         dist.all_gather_object(present, {kind for kind, _, _ in tensors})
@@ -145,7 +152,7 @@ class Save:
         """The replica's first rank makes its folders, fresh. All its ranks learn whether."""
         if self._replicas.rank == 0:
             with self._failure.catch():
-                for name in names:
+                for name in {*names, replica_folder(self._replicas.index)}:
                     (self._partial / name).mkdir(parents=True)
         outcome = [self._failure.error]
         dist.broadcast_object_list(outcome, src=0)
@@ -201,6 +208,7 @@ class Save:
             "step": self._step,
             "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "layout": layout_of(self._replicas),
+            "light": self._light,
             "torch": torch.__version__,
         }
         content = Manifest(
@@ -212,7 +220,8 @@ class Save:
             self._observe("manifest")
             path = folders.commit(self._partial)
             self._observe("committed")
-            folders.point_latest(self._root, path)
+            if not self._light:
+                folders.point_latest(self._root, path)
             self._observe("latest")
             self._prune(self._root)
             self._observe("pruned")

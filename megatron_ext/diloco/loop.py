@@ -128,8 +128,11 @@ class OuterLoop:
         """Plain data for a checkpoint. `settle` first."""
         return {"fragments": [fragment.counters() for fragment in self.fragments]}
 
-    def restore(self, counters: dict[str, Any]) -> None:
-        """Take over what `counters` gave; the tensors are loaded already."""
+    def restore(self, counters: dict[str, Any], at_anchor: bool = False) -> None:
+        """Take over what `counters` gave; the tensors are loaded already.
+
+        `at_anchor`: the masters are the anchor, wherever in the round they were.
+        """
         saved = counters["fragments"]
         if len(saved) != len(self.fragments):
             raise ConfigError(
@@ -137,7 +140,7 @@ class OuterLoop:
                 "resumed run must go on with the same"
             )
         for fragment, theirs in zip(self.fragments, saved, strict=True):
-            fragment.restore(theirs)
+            fragment.restore(theirs | {"since": 0, "tokens": 0.0} if at_anchor else theirs)
 
     def _advance(self, step: int) -> list[Round]:
         """Apply what was sent `delay` steps ago, send what is due."""
