@@ -32,6 +32,7 @@ __all__ = [
     "from_options",
     "load",
     "method_names",
+    "override",
     "recipe_names",
     "schema_of",
     "write",
@@ -85,6 +86,11 @@ def from_options(options: Mapping[str, Any]) -> RunConfig:
     """
     known = fields()
     return _validate({k: _Given(v, "checkpoint") for k, v in options.items() if k in known})
+
+
+def override(texts: Iterable[str]) -> dict[str, Any]:
+    """The values of `key=value` texts by dotted key. Raises ConfigError."""
+    return {key: given.value for key, given in map(_parse_override, texts)}
 
 
 def write(resolved: Resolved, path: Path) -> None:

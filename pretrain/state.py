@@ -77,6 +77,11 @@ class RunState:
 
         Raises ConfigError for what cannot be honoured.
         """
+        if "weights_of" in counters:
+            raise ConfigError(
+                f"{path} holds weights only, from which no run can go on; begin a new one with "
+                f"resume.weights={path}"
+            )
         saved = counters["options"] | counters["facts"]
         here = self.options | self.facts
         self.findings = examine(saved, here, self.options["resume.allow"])

@@ -94,12 +94,16 @@ def weights_of(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tenso
     if name == "embedding" and sandwich:
         head = {_TOP["head"]: tensor} if model.tie_head else {}
         return {_TOP["embedding"]: tensor / math.sqrt(model.hidden), **head}
+    return {name_of(name, model): tensor - 1 if sandwich and name.endswith("norm") else tensor}
+
+
+def name_of(name: str, model: ModelConfig) -> str:
+    """What Hugging Face calls a logical parameter."""
     if name in _TOP:
-        target = _TOP[name]
-    else:
-        layer, rest = re.fullmatch(r"(layers\.\d+)\.(.+)", name).groups()
-        target = f"model.{layer}.{(_LAYER | (_SANDWICH if sandwich else _PLAIN))[rest]}.weight"
-    return {target: tensor - 1 if sandwich and name.endswith("norm") else tensor}
+        return _TOP[name]
+    layer, rest = re.fullmatch(r"(layers\.\d+)\.(.+)", name).groups()
+    names = _LAYER | (_SANDWICH if model.sandwich_norm else _PLAIN)
+    return f"model.{layer}.{names[rest]}.weight"
 
 
 @contextmanager
@@ -151,12 +155,7 @@ def write(
 
 
 def _check_model(saved: Saved, model: ModelConfig) -> None:
-    folder, kind = saved.global_folder
-    stored = {
-        key.removeprefix(f"{kind}."): entry.shape
-        for key, entry in saved.entries(folder).items()
-        if key.startswith(f"{kind}.")
-    }
+    stored = saved.global_shapes()
     expected = logical_shapes(model)
     for name in sorted(stored.keys() | expected.keys()):
         if stored.get(name) != expected.get(name):

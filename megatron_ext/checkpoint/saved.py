@@ -98,10 +98,20 @@ class Saved:
         entries = self.entries(folder).items()
         return sum(entry.bytes for key, entry in entries if key.startswith(f"{kind}."))
 
-    def global_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The global weights by logical name, each a whole fp32 tensor."""
+    def global_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the global weights by logical name."""
         folder, kind = self.global_folder
-        keys = [key for key in self.entries(folder) if key.startswith(f"{kind}.")]
+        entries = self.entries(folder).items()
+        return {
+            key.removeprefix(f"{kind}."): entry.shape
+            for key, entry in sorted(entries)
+            if key.startswith(f"{kind}.")
+        }
+
+    def global_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The global weights by logical name, in order, each a whole fp32 tensor."""
+        folder, kind = self.global_folder
+        keys = [f"{kind}.{name}" for name in self.global_shapes()]
         for key, tensor in self.read(folder, keys):
             yield key.removeprefix(f"{kind}."), tensor
 
@@ -150,6 +160,8 @@ def differences(first: Saved, second: Saved, kinds: list[str]) -> Iterator[Diffe
             if key not in comparable:
                 remark = _form_text(here.get(key), there.get(key))
                 yield Difference(folder, key, math.nan, math.nan, remark)
+        if not comparable:
+            continue
         pairs = zip(first.read(folder, comparable), second.read(folder, comparable), strict=True)
         for (key, one), (_, other) in pairs:
             if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
