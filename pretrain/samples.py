@@ -102,19 +102,19 @@ class Samples:
         return batch
 
     def _index(self) -> dict[Split, Order]:
-        """One process builds the indices; then all the others read them."""
+        """One process builds the indices where they are not seen yet, replica by replica."""
         folder = self._cache_folder()
         complete = folder / "complete"
-        orders = None
-        if self._replicas.launcher_rank == 0:
-            if not complete.is_file():
+        for index in range(self._replicas.count):
+            is_builder = (self._replicas.index, self._replicas.rank) == (index, 0)
+            if is_builder and not complete.is_file():
                 # An interrupted build leaves files that megatron-core would take for whole.
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
-            orders = self._build(folder)
-            complete.touch()
-        self._replicas.barrier(f"sample index in {folder}")
-        return orders or self._build(folder)
+                self._build(folder)
+                complete.touch()
+            self._replicas.barrier("sample index")
+        return self._build(folder)
 
     def _build(self, folder: Path) -> dict[Split, Order]:
         blend = self._blend.blend

@@ -56,6 +56,7 @@ class Session:
             replicas,
             config.checkpoint.keep_last,
             config.checkpoint.keep_every,
+            one_place=config.checkpoint.shared,
         )
         weights_from = self._take_weights()
         self.outer = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.checkpoint import folders
+from megatron_ext.checkpoint import folders, places
 from megatron_ext.checkpoint.agreement import Council
 from megatron_ext.checkpoint.loading import InnerState, Load, load_weights, verify
 from megatron_ext.checkpoint.saved import find
@@ -41,11 +41,14 @@ class Checkpoints:
         keep_last: int = 2,
         keep_every: int = 0,
         observe: Callable[[str], None] = lambda event: None,
+        one_place: bool = True,
     ):
         """`observe` is told of each stage of a save as it is passed, on the saving thread.
 
-        `keep_last` and `keep_every`: see `CheckpointConfig`.
+        `keep_last`, `keep_every`: see `CheckpointConfig`. `one_place`: all replicas see the same
+        `folder`; else each sees one of its own.
         """
+        self._one_place = one_place
         self._root = folder
         self._replicas = replicas
         self._prune = lambda root: folders.prune(root, keep_last, keep_every)
@@ -66,7 +69,18 @@ class Checkpoints:
         would sooner or later collide with checkpoints that are there; DataError if the path holds
         no checkpoint.
         """
-        return self._everyone.decide("search for checkpoints", None, lambda _: self._find(resume))
+        what = "search for checkpoints"
+        if self._one_place:
+            return self._everyone.decide(what, None, lambda _: self._find(resume))
+        is_first = self._replicas.rank == 0
+        path = Path(resume) if resume not in ("auto", "none") else None
+        here = places.steps(self._root, path) if is_first else None
+        step = self._everyone.decide(what, here, lambda words: places.newest(words, resume))
+        if is_first and path is None:
+            places.forget_later(self._root, step)
+            self._mend_latest(next(reversed(folders.committed(self._root)), None))
+        self._everyone.decide("search done", None, lambda _: None)
+        return None if step is None else places.folder_of(self._root, path, step)
 
     def resume(
         self, how: str, state: TrainingState, inner: InnerState = "clone", fallback: bool = False
@@ -93,7 +107,7 @@ class Checkpoints:
         number of replicas; see `Load` for the rules, and `inner`. Raises DataError naming the
         damaged file, and ConfigError if the checkpoint does not hold this run's state.
         """
-        content = verify(path, self._replicas, self._everyone)
+        content = verify(path, self._replicas, self._everyone, self._one_place)
         load = Load(path, content, self._replicas, inner)
         load.run(state, self._in_replica, self._everyone)
 
@@ -104,7 +118,7 @@ class Checkpoints:
         it is taken over. Returns which one it was. Raises what `load` raises.
         """
         chosen = self._everyone.decide("search for weights", None, lambda _: find(path)[-1])
-        verify(chosen, self._replicas, self._everyone)
+        verify(chosen, self._replicas, self._everyone, self._one_place)
         load_weights(chosen, list(masters), self._in_replica, self._everyone)
         return chosen
 
@@ -115,7 +129,7 @@ class Checkpoints:
         earlier is untouched then.
         """
         self._report(self.wait())
-        save = Save(self._root, step, self._replicas, self._observe, self._prune)
+        save = self._save(step)
         save.stage(state, in_place)
         return Outcome(step, save.write_and_commit(self._in_replica, self._everyone))
 
@@ -125,7 +139,7 @@ class Checkpoints:
         `find` takes such a one by its path only. Raises what `save` raises.
         """
         self._report(self.wait())
-        save = Save(self._root, step, self._replicas, self._observe, folders.prune_light, True)
+        save = self._save(step, light=True)
         save.stage(state, in_place)
         return Outcome(step, save.write_and_commit(self._in_replica, self._everyone))
 
@@ -136,7 +150,7 @@ class Checkpoints:
         for it, is logged.
         """
         self._report(self.wait())
-        save = Save(self._root, step, self._replicas, self._observe, self._prune)
+        save = self._save(step)
         save.stage(state, self._staging.copy)
         self._background = _Background(
             step,
@@ -157,6 +171,10 @@ class Checkpoints:
         background.join()
         return background.outcome
 
+    def _save(self, step: int, light: bool = False) -> Save:
+        prune = folders.prune_light if light else self._prune
+        return Save(self._root, step, self._replicas, self._observe, prune, light, self._one_place)
+
     def _report(self, outcome: Outcome | None) -> None:
         if outcome is not None and outcome.error is not None and self._everyone.is_chair:
             logger.error("%s", outcome.error)
@@ -165,9 +183,13 @@ class Checkpoints:
         def judge(_: list[None]) -> None:
             if path == folders.committed(path.parent)[0]:
                 raise DataError(f"{damage}; there is no other checkpoint to fall back to")
-            logger.warning("%s; it is set aside as %s", damage, folders.set_aside(path))
+            logger.warning("%s; it is set aside", damage)
+            if self._one_place:
+                folders.set_aside(path)
 
         self._everyone.decide(f"setting {path} aside", None, judge)
+        if not self._one_place and self._replicas.rank == 0:
+            folders.set_aside(path)
 
     def _find(self, resume: str) -> Path | None:
         for leftover in folders.leftovers(self._root):

@@ -22,3 +22,6 @@ class CheckpointConfig(Section):
     """Checkpoints of steps that are a multiple of this stay for good; 0 keeps none of them."""
     background: bool = False
     """Write while training goes on, from a copy in host memory; the last one is waited for."""
+    shared: bool = True
+    """All processes see one run.dir; false where replicas write in different places. Each place
+    then holds all that its replica needs; a checkpoint counts once every replica committed it."""

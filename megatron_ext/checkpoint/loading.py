@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_ext.blocks import Block
-from megatron_ext.checkpoint import index, manifest, storage
+from megatron_ext.checkpoint import index, manifest, places, storage
 from megatron_ext.checkpoint.agreement import Council, Failure
 from megatron_ext.checkpoint.manifest import Manifest
 from megatron_ext.checkpoint.saved import Saved
@@ -28,21 +28,27 @@ from megatron_ext.replicas import Replicas
 logger = logging.getLogger(__name__)
 
 
-def verify(path: Path, replicas: Replicas, everyone: Council) -> Manifest:
-    """Check every file of a checkpoint once, spread over all processes of all replicas.
+def verify(path: Path, replicas: Replicas, everyone: Council, one_place: bool) -> Manifest:
+    """Check every file of a checkpoint once, spread over all processes that see the same place.
 
-    Raises, on every process, DataError naming what is damaged. Files that the manifest does not
-    know are named in a warning; nothing reads them.
+    Raises, on every process, DataError naming what is damaged, and ConfigError where a replica
+    finds another's checkpoint in its place. Files that the manifest does not know are named in a
+    warning; nothing reads them.
     """
-    damages, content = [], None
+    damages, misfits, content = [], [], None
     try:
         content = manifest.read(path)
-        ranks = replicas.count * replicas.world_size
-        mine = manifest.share(content, replicas.launcher_rank, ranks)
+        if one_place:
+            ranks = replicas.count * replicas.world_size
+            mine = manifest.share(content, replicas.launcher_rank, ranks)
+        else:
+            mine = manifest.share(content, replicas.rank, replicas.world_size)
+            misfits = places.misfits(content, replicas)
         damages = manifest.damages(path, content, mine)
     except DataError as error:
         damages = [str(error)]
-    everyone.decide(f"check of {path}", damages, lambda words: _refuse_damage(path, words))
+    word = (damages, misfits)
+    everyone.decide(f"check of {path}", word, lambda words: _refuse_damage(path, words))
     assert content is not None
     if everyone.is_chair and (unknown := manifest.unknown_files(path, content)):
         logger.warning(
@@ -253,8 +259,11 @@ def _shape_text(shape: tuple[tuple[int, ...], torch.dtype] | None) -> str:
     return f"{list(size)} {str(dtype).removeprefix('torch.')}"
 
 
-def _refuse_damage(path: Path, words: list[list[str]]) -> None:
-    damages = sorted({damage for word in words for damage in word})
+def _refuse_damage(path: Path, words: list[tuple[list[str], list[str]]]) -> None:
+    for _, misfits in words:
+        if misfits:
+            raise ConfigError(f"{path} does not belong here: {misfits[0]}")
+    damages = sorted({damage for found, _ in words for damage in found})
     if damages:
         more = f" (and {len(damages) - 3} more)" if len(damages) > 3 else ""
         raise DataError(

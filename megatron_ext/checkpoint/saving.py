@@ -9,6 +9,10 @@ Every process of every replica takes part:
 3. commit   the first rank of all writes the manifest and renames the folder: the one moment in
             which the checkpoint begins to exist, for all replicas at once.
 
+Where replicas write in different places, each first writes its manifest (it is prepared), the chair
+of all decides once all have, and then each renames its own folder; a step that only some renamed
+before an accident does not count.
+
 If anything fails anywhere, the folder is discarded and every process learns the reason.
 """
 
@@ -81,13 +85,16 @@ class Save:
         observe: Callable[[str], None],
         prune: Callable[[Path], None],
         light: bool = False,
+        one_place: bool = True,
     ) -> None:
         """`prune` removes what need not stay below `root`, once the new checkpoint is there.
 
         A `light` checkpoint holds what is shared by the replicas, and no `latest` names it.
+        `one_place`: all replicas see the same `root`.
         """
         self._root = root
         self._light = light
+        self._one_place = one_place
         self._step = step
         self._replicas = replicas
         self._observe = observe
@@ -115,22 +122,26 @@ class Save:
     def write_and_commit(self, in_replica: Council, everyone: Council) -> Written:
         """Write, agree, commit. Raises TrainingError on every process if any of them failed."""
         what = f"checkpoint of step {self._step}"
-        everyone.decide(f"{what}: space", (self._bytes, self._failure.error), self._check_space)
+        word = (self._bytes, shutil.disk_usage(self._root).free, self._failure.error)
+        self._cleaned(lambda: everyone.decide(f"{what}: space", word, self._check_space))
         try:
             in_replica.decide(f"{what}: files", self._write(), self._finish_folders)
         except PeerError as error:
             self._failure.error = str(error)
-        return everyone.decide(
-            f"{what}: commit",
-            (self._files, self._failure.error),
-            self._commit,
-            patience=3,  # more than another replica may have needed to see that it lacks a rank
+        word = (self._files, self._failure.error)
+        patience = 3  # more than another replica may have needed to see that it lacks a rank
+        if self._one_place:
+            return everyone.decide(f"{what}: commit", word, self._commit, patience)
+        self._cleaned(
+            lambda: everyone.decide(f"{what}: prepare", self._prepare(), self._judge, patience)
         )
+        return everyone.decide(f"{what}: commit", self._commit_prepared(), self._judge)
 
     def _parts(self, state: TrainingState) -> dict[str, list[StateTensor]]:
         """What this rank writes into which folder. All ranks of a replica name the same folders.
 
-        A shared kind is written by one replica; the kinds go round the replicas.
+        A shared kind is written by one replica in each place; in one place the kinds go round the
+        replicas.
         """
         tensors = list(state.tensors())
         rng = state.rng()
@@ -144,7 +155,7 @@ class Save:
         dist.all_gather_object(present, {kind for kind, _, _ in tensors})
         for number, kind in enumerate(SHARED_KINDS):
             is_writer = number % self._replicas.count == self._replicas.index
-            if is_writer and any(kind in kinds for kinds in present):
+            if (is_writer or not self._one_place) and any(kind in kinds for kinds in present):
                 parts[f"{SHARED}/{kind}"] = [tensor for tensor in tensors if tensor[0] == kind]
         return parts
 
@@ -159,18 +170,21 @@ class Save:
         self._failure.error = outcome[0]
         return self._failure.error is None
 
-    def _check_space(self, words: list[tuple[int, str | None]]) -> None:
+    def _check_space(self, words: list[tuple[int, int, str | None]]) -> None:
         """Judged before anything is written."""
-        self._give_up_if([error for _, error in words])
-        needed_bytes = sum(size for size, _ in words) + _SPARE_BYTES
-        free_bytes = shutil.disk_usage(self._root).free
-        if free_bytes < needed_bytes:
-            self._give_up_if(
-                [
-                    f"it needs {needed_bytes / 1e9:.2f} GB and {self._root} has "
-                    f"{free_bytes / 1e9:.2f} GB free; free space, or lower checkpoint.keep_last"
-                ]
-            )
+        self._give_up_if([error for _, _, error in words])
+        ranks = len(words) if self._one_place else self._replicas.world_size
+        for first in range(0, len(words), ranks):
+            needed_bytes = sum(size for size, _, _ in words[first : first + ranks]) + _SPARE_BYTES
+            free_bytes = words[first][1]
+            if free_bytes < needed_bytes:
+                where = "" if self._one_place else f"of replica {first // ranks} "
+                self._give_up_if(
+                    [
+                        f"it needs {needed_bytes / 1e9:.2f} GB and {self._root} {where}has "
+                        f"{free_bytes / 1e9:.2f} GB free; free space, or lower checkpoint.keep_last"
+                    ]
+                )
         self._observe("space")
 
     def _write(self) -> _Part:
@@ -204,30 +218,69 @@ class Save:
     def _commit(self, words: list[tuple[dict[str, FileRecord], str | None]]) -> Written:
         """On the first rank of all: the point of no return."""
         self._give_up_if([error for _, error in words])
+        content = self._content({name: file for files, _ in words for name, file in files.items()})
+        self._give_up_if([self._invisible(content)])
+        try:
+            manifest.write(self._partial, content)
+            self._observe("manifest")
+            return self._rename(content)
+        except OSError as error:
+            self._give_up_if([str(error)])
+            raise
+
+    def _prepare(self) -> str | None:
+        """On the first rank of a replica in its own place: all but the rename. Returns an error."""
+        if self._replicas.rank == 0 and not self._failure.error:
+            with self._failure.catch():
+                content = self._content(self._files)
+                if error := self._invisible(content):
+                    return error
+                manifest.write(self._partial, content)
+                self._observe("manifest")
+        return self._failure.error
+
+    def _commit_prepared(self) -> str | Written | None:
+        """On the first rank of a replica, once all are prepared. Returns an error, or what is."""
+        if self._replicas.rank:
+            return None
+        self._observe("prepared")
+        with self._failure.catch():
+            return self._rename(manifest.read(self._partial))
+        return self._failure.error
+
+    def _judge(self, words: list[str | Written | None]) -> Written | None:
+        self._give_up_if([word for word in words if isinstance(word, str)])
+        return next((word for word in words if isinstance(word, Written)), None)
+
+    def _cleaned(self, decide: Callable[[], Any]) -> None:
+        """Decide together; where that fails, each replica that has its own place clears it."""
+        try:
+            decide()
+        except TrainingError:
+            if not self._one_place and self._replicas.rank == 0 and self._partial.exists():
+                folders.discard(self._partial)
+            raise
+
+    def _rename(self, content: Manifest) -> Written:
+        path = folders.commit(self._partial)
+        self._observe("committed")
+        if not self._light:
+            folders.point_latest(self._root, path)
+        self._observe("latest")
+        self._prune(self._root)
+        self._observe("pruned")
+        return Written(path, self._step, content.total_bytes)
+
+    def _content(self, files: dict[str, FileRecord]) -> Manifest:
         about = {
             "step": self._step,
             "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "layout": layout_of(self._replicas),
             "light": self._light,
+            "replicas": "all" if self._one_place else [self._replicas.index],
             "torch": torch.__version__,
         }
-        content = Manifest(
-            about, {name: file for files, _ in words for name, file in files.items()}
-        )
-        self._give_up_if([self._invisible(content)])
-        try:
-            manifest.write(self._partial, content)
-            self._observe("manifest")
-            path = folders.commit(self._partial)
-            self._observe("committed")
-            if not self._light:
-                folders.point_latest(self._root, path)
-            self._observe("latest")
-            self._prune(self._root)
-            self._observe("pruned")
-        except OSError as error:
-            self._give_up_if([str(error)])
-        return Written(path, self._step, content.total_bytes)
+        return Manifest(about, files)
 
     def _invisible(self, content: Manifest) -> str | None:
         """What is wrong if the processes do not all write to the same storage."""
