@@ -14,6 +14,7 @@ torchft has no place in requirements.txt: `pip install --target DIR torchft==0.2
 """
 
 import argparse
+import importlib.util
 import os
 import statistics
 import tempfile
@@ -218,6 +219,8 @@ def main() -> None:
     layers, slow_layers, repeats = (1, 1, 1) if options.quick else (12, 4, 3)
     console = Console(width=120, highlight=False)
     console.print(codec_speeds(repeats=2 if options.quick else 7))
+    if importlib.util.find_spec("torchft") is None:
+        console.print("torchft is not installed; its row of the next table is left out")
     console.print(exchange_table(options.replicas, layers, repeats))
     console.print(slow_link_table(slow_layers, repeats))
     console.print(exposed_table(steps=41 if options.quick else 81))
