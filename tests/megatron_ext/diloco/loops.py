@@ -1,7 +1,7 @@
 """Real replicas with made-up inner steps, and the same loops by hand on whole float64 tensors."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -66,22 +66,35 @@ def evenly(replica: int, step: int) -> float:
     return 100.0
 
 
-def train(rank, parallel, outer, tokens=evenly, model=MODEL):
-    """Made-up inner steps with real outer ones: what each rank holds, and its records."""
-    with join(parallel, 30) as replicas:
+def train(rank, parallel, outers, tokens=evenly, model=MODEL):
+    """Made-up inner steps with real outer ones, from the same start with each configuration.
+
+    For each: (replica, what this rank holds at the end, its records).
+    """
+    with join(parallel, 60) as replicas:
         inner = make(parallel, model, OptimizerConfig(lr=0.1))
-        loop = OuterLoop(inner, outer, replicas, STEPS)
-        rounds = []
-        for step in range(1, STEPS + 1):
-            for kind, block, master in inner.tensors():
-                if kind == "master":
-                    move = movement(block.name, block.shape, replicas.index, step)
-                    master += move[block.slices]
-            rounds += loop.step(step, tokens(replicas.index, step), last=step == STEPS)
-        state = [(kind, block, t.clone()) for kind, block, t in inner.tensors() if kind == "master"]
-        loop.settle()
-        state += [(kind, block, tensor.clone()) for kind, block, tensor in loop.tensors()]
-        return replicas.index, state, rounds
+        start = inner.masters.clone()
+        return [_train(replicas, inner, start, outer, tokens) for outer in outers]
+
+
+def _train(replicas, inner, start, outer, tokens):
+    inner.masters.copy_(start)
+    loop = OuterLoop(inner, outer, replicas, STEPS)
+    rounds = []
+    for step in range(1, STEPS + 1):
+        move_masters(inner, replicas.index, step)
+        rounds += loop.step(step, tokens(replicas.index, step), last=step == STEPS)
+    state = [(kind, block, t.clone()) for kind, block, t in inner.tensors() if kind == "master"]
+    loop.settle()
+    state += [(kind, block, tensor.clone()) for kind, block, tensor in loop.tensors()]
+    return replicas.index, state, rounds
+
+
+def move_masters(inner: InnerOptimizer, replica: int, step: int) -> None:
+    """Stand in for an inner step."""
+    for kind, block, master in inner.tensors():
+        if kind == "master":
+            master += movement(block.name, block.shape, replica, step)[block.slices]
 
 
 class Reference:
@@ -215,32 +228,61 @@ def packed_and_back(name: str, values: torch.Tensor, codec: codecs.Codec) -> tor
     return found
 
 
-def check(
+@cache
+def by_hand(outer: OuterConfig, count: int, tokens: Tokens, model: ModelConfig) -> Reference:
+    """The loop's end; the same for all layouts."""
+    reference = Reference(outer, count, tokens, model)
+    reference.run()
+    return reference
+
+
+def run_each(
     parallel: ParallelConfig,
-    outer: OuterConfig,
-    tolerance: float = 1e-6,
+    outers: Sequence[OuterConfig],
     tokens: Tokens = evenly,
     model: ModelConfig = MODEL,
-) -> list:
-    """Compare all ranks' masters and anchors with the loop by hand; each rank's results."""
-    results = run(train, parallel.world_size, parallel, outer, tokens, model)
-    slow = Reference(outer, parallel.replicas, tokens, model)
-    slow.run()
+) -> list[list]:
+    """For each configuration the results of all ranks, which are started once."""
+    ranks = run(train, parallel.world_size, parallel, outers, tokens, model, timeout=120)
+    return [list(results) for results in zip(*ranks, strict=True)]
+
+
+def check(
+    parallel: ParallelConfig,
+    *outers: OuterConfig,
+    tolerance: float = 1e-6,
+    spared: float = 0.0,
+    tokens: Tokens = evenly,
+    model: ModelConfig = MODEL,
+) -> list[list]:
+    """Compare all ranks' masters and anchors with the loops by hand; what `run_each` gives.
+
+    `spared`: share of each tensor's values, the worst ones, that need not be within `tolerance`.
+    """
+    found = run_each(parallel, outers, tokens, model)
+    for outer, results in zip(outers, found, strict=True):
+        slow = by_hand(outer, parallel.replicas, tokens, model)
+        _compare(outer, results, slow, tolerance, spared)
+    return found
+
+
+def _compare(
+    outer: OuterConfig, results: list, slow: Reference, tolerance: float, spared: float
+) -> None:
     seen: dict[str, list[int]] = {}
-    for index, state, _ in results:
+    for index, state, rounds in results:
         for kind, block, tensor in state:
-            seen.setdefault(kind, [0] * parallel.replicas)[index] += tensor.numel()
+            seen.setdefault(kind, [0] * slow.count)[index] += tensor.numel()
             expected = {"master": slow.masters[index], "anchor": slow.anchor}.get(kind)
             if expected is None:
                 continue
             whole = expected[block.name][block.slices]
-            error = (tensor.double() - whole).norm() / whole.norm()
-            assert error < tolerance, (kind, block, error)
-    # Each rank holds its share, and a replica everything once.
-    numel = sum(torch.Size(shape).numel() for shape in logical_shapes(model).values())
-    assert {"master", "anchor"} <= seen.keys()
-    assert seen == {kind: [numel] * parallel.replicas for kind in seen}
-    for _, _, rounds in results:
+            off = (tensor.double() - whole).abs().flatten().sort().values
+            error = off[: len(off) - int(spared * len(off))].norm() / whole.norm()
+            assert error < tolerance, (outer, kind, block, error)
         for record in rounds:
             assert record.bytes_sent == record.bytes_planned
-    return results
+    # Each rank holds its share, and a replica everything once.
+    numel = sum(anchor.numel() for anchor in slow.anchor.values())
+    assert {"master", "anchor"} <= seen.keys()
+    assert seen == {kind: [numel] * slow.count for kind in seen}

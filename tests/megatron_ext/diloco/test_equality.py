@@ -12,7 +12,7 @@ from megatron_ext.diloco.units import fragments_of
 from megatron_ext.model.logical import logical_shapes
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.replicas import ParallelConfig, join
-from tests.megatron_ext.diloco.loops import CODECS, MODEL, make, movement
+from tests.megatron_ext.diloco.loops import CODECS, MODEL, make, move_masters
 from tests.ranks import run
 
 STEPS = 7
@@ -45,10 +45,7 @@ def trace(inner, start, outer, replicas):
     fragment_of = fragments_of(logical_shapes(MODEL), outer.fragments, outer.fragment_order)
     found = []
     for step in range(1, STEPS + 1):
-        for kind, block, master in inner.tensors():
-            if kind == "master":
-                move = movement(block.name, block.shape, replicas.index, step)
-                master += move[block.slices]
+        move_masters(inner, replicas.index, step)
         last = step == STEPS
         for record in loop.step(step, tokens=1, last=last):
             fragment = loop.fragments[record.fragment]

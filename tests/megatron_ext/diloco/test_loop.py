@@ -10,7 +10,7 @@ from megatron_ext.model.initialize import draw
 from megatron_ext.model.logical import logical_shapes
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.replicas import ParallelConfig, join
-from tests.megatron_ext.diloco.loops import MODEL, SEED, TIED, make, movement
+from tests.megatron_ext.diloco.loops import MODEL, SEED, TIED, make, move_masters, movement
 from tests.ranks import run
 
 
@@ -21,10 +21,7 @@ def train(rank, parallel, model, outer, steps):
         loop = OuterLoop(inner, outer, replicas, steps)
         rounds = []
         for step in range(1, steps + 1):
-            for kind, block, master in inner.tensors():
-                if kind == "master":
-                    move = movement(block.name, block.shape, replicas.index, step)
-                    master += move[block.slices]
+            move_masters(inner, replicas.index, step)
             rounds += loop.step(step, tokens=1)
         masters = [(b, t.clone()) for kind, b, t in inner.tensors() if kind == "master"]
         weights = [

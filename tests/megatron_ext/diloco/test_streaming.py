@@ -1,6 +1,7 @@
 """Fragments, delays, mixing, codecs and error feedback against plain float64 loops."""
 
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -11,74 +12,87 @@ from megatron_ext.diloco.wire import LinkConfig
 from megatron_ext.model.logical import logical_shapes
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.replicas import ParallelConfig, join
-from tests.megatron_ext.diloco.loops import BASE, CODECS, MODEL, STEPS, check, evenly, make, train
+from tests.megatron_ext.diloco.loops import BASE, CODECS, MODEL, STEPS, check, make, run_each
 from tests.ranks import run
 
 LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}]
+BOTH_LEGS = {"error_feedback": True, "second_error_feedback": True}
+OVERLAPPED = {"fragments": 3, "delay": 2, "mix": 0.5}
+
+
+def each(**choices) -> list[OuterConfig]:
+    """A configuration for each combination of the choices."""
+    return [
+        OuterConfig(**BASE | dict(zip(choices, values, strict=True)))
+        for values in product(*choices.values())
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize("mix", [0.0, 0.5, 1.0])
-def test_three_fragments_with_delay_and_mixing(layout, delay, mix):
-    outer = OuterConfig(**BASE, fragments=3, delay=delay, mix=mix)
-    check(ParallelConfig(replicas=2, **layout), outer)
-
-
-@pytest.mark.parametrize("delay", [0, 2])
-def test_fragments_whose_layers_lie_on_interleaved_stages(delay):
-    deeper = MODEL.model_copy(update={"layers": 4})
-    parallel = ParallelConfig(replicas=2, pp=2, interleave=2)
-    for order in ("contiguous", "strided"):
-        outer = OuterConfig(**BASE, fragments=3, delay=delay, fragment_order=order)
-        check(parallel, outer, model=deeper)
+def test_fragments_delays_and_mixing_on_shards(layout):
+    outers = each(fragments=[1, 3], delay=[0, 2], mix=[0.0, 0.5, 1.0])
+    check(ParallelConfig(replicas=2, **layout), *outers)
 
 
 @pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("fragments", [1, 3])
-@pytest.mark.parametrize("delay", [0, 2])
-def test_any_number_of_replicas(count, fragments, delay):
-    outer = OuterConfig(**BASE, fragments=fragments, delay=delay, fragment_order="strided")
-    check(ParallelConfig(replicas=count), outer)
+def test_fragments_delays_and_mixing_with_any_number_of_replicas(count):
+    outers = each(fragments=[1, 3], delay=[0, 2], mix=[0.0, 0.5, 1.0], fragment_order=["strided"])
+    check(ParallelConfig(replicas=count), *outers)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", "mean"])
-def test_every_outer_optimizer(optimizer):
-    values = {"adamw": {"lr": 0.01}, "mean": {"lr": None, "momentum": None}}.get(optimizer, {})
-    if optimizer == "mean":
-        values = {"lr": 1.0, "momentum": 0.0}
-    outer = OuterConfig(**(BASE | values), optimizer=optimizer, fragments=2)
-    check(ParallelConfig(replicas=2, tp=2), outer, tolerance=1e-5)
+def test_fragments_whose_layers_lie_on_interleaved_stages():
+    deeper = MODEL.model_copy(update={"layers": 4})
+    outers = each(fragments=[3], delay=[0, 2], fragment_order=["contiguous", "strided"])
+    check(ParallelConfig(replicas=2, pp=2, interleave=2), *outers, model=deeper)
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("feedback", [False, True])
-def test_what_codecs_leave_does_not_depend_on_the_layout(codec, feedback, layout):
-    """FP32 sums may round a code to its neighbour, so a whole is compared, not each value."""
-    outer = OuterConfig(**BASE, **codec, error_feedback=feedback, second_error_feedback=feedback)
-    check(ParallelConfig(replicas=2, **layout), outer, tolerance=2e-3)
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
+def test_every_outer_optimizer(layout):
+    values = {"sgd": {}, "muon": {}, "adamw": {"lr": 0.01}, "mean": {"lr": 1.0, "momentum": 0.0}}
+    outers = [
+        OuterConfig(**BASE | own, optimizer=optimizer, fragments=fragments)
+        for optimizer, own in values.items()
+        for fragments in (1, 3)
+    ]
+    check(ParallelConfig(replicas=2, **layout), *outers, tolerance=1e-5)
 
 
-def check_same(parallel: ParallelConfig, one: OuterConfig, other: OuterConfig) -> None:
+@pytest.mark.parametrize(
+    ("count", "layout"), [*((2, layout) for layout in LAYOUTS), (4, {})], ids=str
+)
+def test_what_codecs_leave_does_not_depend_on_the_layout(count, layout):
+    """But for a few values in the middle between two codes, where the last bit decides.
+
+    The mean of two grids of codes has such values by construction, a few percent of some matrices.
+    """
+    outers = [
+        OuterConfig(**BASE, **codec, **legs, **options)
+        for codec in CODECS
+        for legs in ({}, {"error_feedback": True}, BOTH_LEGS)
+        for options in ({}, OVERLAPPED)
+    ]
+    check(ParallelConfig(replicas=count, **layout), *outers, tolerance=2e-3, spared=0.06)
+
+
+def check_same(one: OuterConfig, other: OuterConfig) -> None:
     """Every tensor that the first has is bit-equal in the second."""
-    results = (run(train, parallel.world_size, parallel, outer) for outer in (one, other))
-    for (_, left, _), (_, right, _) in zip(*results, strict=True):
+    for (_, left, _), (_, right, _) in zip(
+        *run_each(ParallelConfig(replicas=2), [one, other]), strict=True
+    ):
         others = {(kind, block): tensor for kind, block, tensor in right}
         for kind, block, tensor in left:
             assert torch.equal(tensor, others[kind, block]), (kind, block)
 
 
-@pytest.mark.parametrize("options", [{}, {"fragments": 3, "delay": 2, "mix": 0.5}], ids=str)
+@pytest.mark.parametrize("options", [{}, OVERLAPPED], ids=str)
 def test_lossless_packing_with_error_feedback_is_no_packing_at_all(options):
-    feedback = {"error_feedback": True, "second_error_feedback": True}
     outer = OuterConfig(**BASE, **options)
-    check_same(ParallelConfig(replicas=2), outer, outer.model_copy(update=feedback))
+    check_same(outer, outer.model_copy(update=BOTH_LEGS))
 
 
 def test_state_in_host_memory_gives_the_same_bits():
     outer = OuterConfig(**BASE, **CODECS[1], error_feedback=True, fragments=3, delay=2)
-    check_same(ParallelConfig(replicas=2), outer, outer.model_copy(update={"host_memory": True}))
+    check_same(outer, outer.model_copy(update={"host_memory": True}))
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -86,7 +100,7 @@ def test_four_bits_send_an_eighth_whatever_the_number_of_replicas(count):
     """At most 0.53 bytes a value and leg, times (K − 1)/K, with units of a usual size."""
     model = MODEL.model_copy(update={"hidden": 128, "ffn": 256, "vocab_size": 256})
     outer = OuterConfig(interval=STEPS, lr=0.7, momentum=0.6, codec="linear", bits=4)
-    results = run(train, count, ParallelConfig(replicas=count), outer, evenly, model)
+    (results,) = run_each(ParallelConfig(replicas=count), [outer], model=model)
     shapes = logical_shapes(model).values()
     matrices = sum(torch.Size(shape).numel() for shape in shapes if len(shape) > 1)
     norms = sum(torch.Size(shape).numel() for shape in shapes if len(shape) == 1)
