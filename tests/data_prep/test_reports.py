@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from data_prep.indexed import IndexedFile
 from data_prep.outputs import read_manifest
 from tests.data_prep.helpers import SENTENCEPIECE, command, documents, json_lines, tree, write
+from tests.data_prep.tiny_models import model_without_bos
 
 MODEL = SentencePieceProcessor(model_file=str(SENTENCEPIECE))
 
@@ -162,6 +163,54 @@ def test_15_mixed_partitions_with_clashing_names_are_mixed_up_or_copied(capsys, 
     for key, ids in expected.items():
         data = IndexedFile(tmp_path / "out" / key)
         assert [data[number].tolist() for number in range(len(data))] == ids
+
+
+def test_6_a_vocabulary_without_bos_gets_one_all_the_same(capsys, tmp_path):
+    path = write(tmp_path / "a.jsonl", json_lines(["one"]))
+    model = model_without_bos(tmp_path / "no-bos.model")
+    ended = tokenize(capsys, path, tmp_path / "out", "--bos", "auto", tokenizer=model)
+    assert (ended.code, "--bos: " in ended.err) == (2, True)
+    assert "defines none of its own" in ended.err
+    assert tokenize(capsys, path, tmp_path / "out", tokenizer=model).code == 0
+    assert read_manifest(tmp_path / "out")["tokenizer"]["bos"] is None
+
+
+def test_9_a_file_of_empty_texts_only_crashes_or_gives_documents(capsys, tmp_path):
+    write(tmp_path / "in" / "a.jsonl", json_lines(["", ""]))
+    write(tmp_path / "in" / "b.jsonl", json_lines(["good"]))
+    assert tokenize(capsys, tmp_path / "in", tmp_path / "out").code == 0
+    first, second = read_manifest(tmp_path / "out")["inputs"]
+    assert (first["documents"], first["skipped"]) == (0, {"empty-text": 2})
+    assert (second["documents"], documents(tmp_path / "out")) == (1, ids_of(["good"]))
+
+
+def test_workers_must_divide_by_the_number_of_files_or_partitions(capsys, tmp_path):
+    for number in range(5):
+        write(tmp_path / "in" / f"p={number % 2}" / f"{number}.jsonl", json_lines([f"x {number}"]))
+    for workers in (1, 3):
+        out = tmp_path / f"out-{workers}"
+        assert tokenize(capsys, tmp_path / "in", out, workers=workers).code == 0
+    assert tree(tmp_path / "out-1") == tree(tmp_path / "out-3")
+
+
+def test_a_document_larger_than_a_limit_opens_endless_output_files(capsys, tmp_path):
+    texts = ["word " * 50_000, "short", "word " * 50_000]
+    path = write(tmp_path / "a.jsonl", json_lines(texts))
+    options = ("--documents-per-output", 1, "--unit-bytes", 64)
+    assert tokenize(capsys, path, tmp_path / "out", *options).code == 0
+    assert len(read_manifest(tmp_path / "out")["outputs"]) == 3
+    assert documents(tmp_path / "out") == ids_of(texts)
+    options = ("--max-record-bytes", "1K", "--bad-records", "skip", "--max-bad", "70%")
+    assert tokenize(capsys, path, tmp_path / "skipped", *options).code == 0
+    assert read_manifest(tmp_path / "skipped")["inputs"][0]["skipped"] == {"over-long": 2}
+
+
+def test_two_objects_on_one_line_are_read_as_one_or_none(capsys, tmp_path):
+    content = b'{"text": "a"}{"text": "b"}\n' + json_lines(["c"])
+    path = write(tmp_path / "a.jsonl", content)
+    ended = tokenize(capsys, path, tmp_path / "out")
+    assert ended.code == 3
+    assert "line 1, offset 0: invalid-json (Extra data" in ended.err
 
 
 def test_literal_end_tokens_in_a_text_end_a_document(capsys, tmp_path):

@@ -29,6 +29,11 @@ def faithful_model(path: Path) -> Path:
     )
 
 
+def model_without_bos(path: Path) -> Path:
+    """No BOS; EOS is 1 and padding 0, as T5's models have it."""
+    return _train(path, TEXT, bos_id=-1, eos_id=1, pad_id=0, unk_id=2)
+
+
 def _train(path: Path, text: list[str], **options: object) -> Path:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(text),
