@@ -1,8 +1,9 @@
 """Speed and memory of `data_prep tokenize` beside a bare loop and datatrove's Megatron pipeline.
 
-    .venv/bin/python benchmarks/tokenize.py [--megabytes 64] [--datatrove-python PATH]
+    .venv/bin/python benchmarks/tokenize.py [--datatrove-python PATH]     # about 5 minutes, idle
 
-All run on the same text and vocabulary, one after the other, with one and with two processes:
+All run on the same text and vocabulary, one after the other and in another order each time, with
+one and with two processes:
 
 - bare: each process parses the JSON lines of its own files and calls the tokenizer library; nothing
   is written. So many loops side by side are the limit that any pipeline has.
@@ -10,7 +11,9 @@ All run on the same text and vocabulary, one after the other, with one and with 
 - datatrove: JsonlReader and MegatronDocumentTokenizer, if an interpreter that has it is named; the
   SentencePiece vocabulary is given to it as the equal `tokenizer.json`.
 
-Threads inside the libraries are pinned to one per process. Seconds include starting up.
+Threads inside the libraries are pinned to one per process. Seconds include starting up. CPU seconds
+are those of all processes of a run; ratios are of runs in the same repeat, as median [lowest,
+highest]. Last comes one large file, for the memory of a worker.
 """
 
 import argparse
@@ -18,10 +21,13 @@ import importlib.util
 import json
 import os
 import resource
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,25 +72,42 @@ if __name__ == "__main__":
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--megabytes", type=int, default=64)
-    parser.add_argument("--files", type=int, default=4)
-    parser.add_argument("--datatrove-python", type=Path)
-    parser.add_argument("--tokenizer", type=Path, default=default_tokenizer())
-    parser.add_argument("--only", help="run just one of these, as in ours-2")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
+    args = arguments()
+    with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         folder = Path(scratch)
         size = write_text(folder / "in", args.megabytes * 10**6, args.files)
-        hf_path = folder / "tokenizer.json"
-        hf_path.write_text(json.dumps(as_tokenizer_json(args.tokenizer)))
+        (folder / "tokenizer.json").write_text(json.dumps(as_tokenizer_json(args.tokenizer)))
         print(f"{size / 1e6:.0f} MB of text in {args.files} zstd files, {args.tokenizer.name}")
-        print(f"{'':12} {'seconds':>8} {'CPU s':>8} {'MB/s':>7} {'peak MB':>8}")
-        taken = {}
-        for name, commands in runs(args, folder, hf_path).items():
-            if args.only in (None, name):
-                taken[name] = measure(name, commands, size)
-        compare(taken)
+        print(f"{'':14} {'seconds':>8} {'CPU s':>8} {'MB/s':>7} {'peak MB':>8}")
+        runs = commands(args, folder)
+        names = [name for name in runs if args.only in (None, name)]
+        repeats = []
+        for repeat in range(args.repeats):
+            order = names[repeat % len(names) :] + names[: repeat % len(names)]
+            repeats.append({name: measure(name, runs[name], size, folder) for name in order})
+        for line in comparisons(repeats):
+            print(line)
+        if args.large_megabytes and args.only is None:
+            shutil.rmtree(folder / "in")
+            size = write_text(folder / "in", args.large_megabytes * 10**6, 1)
+            print(f"one file of {size / 1e6:.0f} MB, two workers (goal: under 500 MB each)")
+            name = "fast-2" if "fast-2" in runs else "ours-2"
+            measure(name, runs[name], size, folder)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--megabytes", type=int, default=64, help="of text (default: 64)")
+    parser.add_argument("--files", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--large-megabytes", type=int, default=1000, help="of the last run's file; 0: leave it out"
+    )
+    parser.add_argument("--datatrove-python", type=Path)
+    parser.add_argument("--tokenizer", type=Path, default=default_tokenizer())
+    parser.add_argument("--scratch", type=Path, help="folder for text and outputs")
+    parser.add_argument("--only", help="run just one of these, as in ours-2")
+    return parser.parse_args()
 
 
 def default_tokenizer() -> Path | None:
@@ -95,10 +118,11 @@ def default_tokenizer() -> Path | None:
 def write_text(folder: Path, wanted: int, files: int) -> int:
     """Real documents, joined to Nemotron-CC's length and repeated to `wanted` bytes."""
     sample = folder.parent / "sample"
-    subprocess.run(
-        [sys.executable, "-m", "data_prep", "sample", sample],
-        check=True, cwd=REPOSITORY, capture_output=True,
-    )  # fmt: skip
+    if not sample.exists():
+        subprocess.run(
+            [sys.executable, "-m", "data_prep", "sample", sample],
+            check=True, cwd=REPOSITORY, capture_output=True,
+        )  # fmt: skip
     texts, held = [], ""
     for path in sorted(sample.rglob("*.zstd")):
         raw = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
@@ -122,31 +146,33 @@ def write_text(folder: Path, wanted: int, files: int) -> int:
     return size
 
 
-def runs(args: argparse.Namespace, folder: Path, hf_path: Path) -> dict[str, list[list]]:
-    """Commands by name; those of one name run side by side."""
-    paths = sorted((folder / "in").iterdir())
+def commands(args: argparse.Namespace, folder: Path) -> dict[str, list[list]]:
+    """Commands by name; those of one name run side by side. They write below `folder/out`."""
+    given, out = folder / "in", folder / "out"
+    paths = sorted(given.iterdir())
     found: dict[str, list[list]] = {}
     for workers in (1, 2):
         bare = [sys.executable, "-c", BARE, args.tokenizer]
         found[f"bare-{workers}"] = [[*bare, *paths[i::workers]] for i in range(workers)]
-        found[f"ours-{workers}"] = [
-            [
-                sys.executable, "-m", "data_prep", "tokenize", folder / "in",
-                "--tokenizer", args.tokenizer, "--output", folder / f"ours-{workers}",
-                "--workers", workers,
-            ]
+        ours = [
+            sys.executable, "-m", "data_prep", "tokenize", given, "--tokenizer", args.tokenizer,
+            "--output", out / "tokens", "--workers", workers,
         ]  # fmt: skip
+        found[f"ours-{workers}"] = [ours]
         if importlib.util.find_spec("gigatoken"):
-            ours = found[f"ours-{workers}"][0]
-            fast = [*ours, "--backend", "gigatoken"]
-            fast[fast.index("--output") + 1] = folder / f"fast-{workers}"
-            found[f"fast-{workers}"] = [fast]
+            found[f"fast-{workers}"] = [[*ours, "--backend", "gigatoken"]]
         if args.datatrove_python:
             script = folder / "datatrove_run.py"
             script.write_text(DATATROVE)
-            out = folder / f"datatrove-{workers}"
             found[f"datatrove-{workers}"] = [
-                [args.datatrove_python, script, folder / "in", hf_path, out, workers]
+                [
+                    args.datatrove_python,
+                    script,
+                    given,
+                    folder / "tokenizer.json",
+                    out / "d",
+                    workers,
+                ]
             ]
     return found
 
@@ -158,67 +184,86 @@ class Taken(NamedTuple):
     cpu: float
 
 
-def measure(name: str, commands: list[list], size: int) -> Taken:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def measure(name: str, side_by_side: list[list], size: int, folder: Path) -> Taken:
+    """Run commands side by side, print what they took, and delete what they wrote."""
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    (folder / "out").mkdir()
     began = time.perf_counter()
-    running = [
-        subprocess.Popen(
-            [str(part) for part in command],
-            cwd=REPOSITORY,
-            env={**os.environ, **PINNED},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        for command in commands
-    ]
-    peak = watch(running)
-    wall = time.perf_counter() - began
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    with (folder / "errors").open("w+b") as errors:
+        running = [
+            subprocess.Popen(
+                [str(part) for part in command],
+                cwd=REPOSITORY,
+                env={**os.environ, **PINNED},
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+            for command in side_by_side
+        ]
+        peak, cpu = watch(running)
+        wall = time.perf_counter() - began
+        if any(process.returncode for process in running):
+            errors.seek(0)
+            raise SystemExit(f"{name} failed: {errors.read().decode()[-2000:]}")
     print(
-        f"{name:12} {wall:8.1f} {cpu:8.1f} {size / 1e6 / wall:7.2f} {peak / 1e6:8.0f}", flush=True
+        f"{name:14} {wall:8.1f} {cpu:8.1f} {size / 1e6 / wall:7.2f} {peak / 1e6:8.0f}", flush=True
     )
     return Taken(wall, cpu)
 
 
-def watch(running: list[subprocess.Popen]) -> int:
-    """Wait for all; the highest resident memory of any process below them, in bytes."""
+def watch(running: list[subprocess.Popen]) -> tuple[int, float]:
+    """Wait for all; the highest resident memory of one process in bytes, CPU seconds of all.
+
+    CPU seconds are what the kernel knows of ended children, or, where a library does not wait for
+    its own, what was last seen of each process.
+    """
     import psutil
 
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     peak = 0
+    seen: dict[int, float] = {}
     while any(process.poll() is None for process in running):
         for process in running:
             try:
                 parent = psutil.Process(process.pid)
-                family = [parent, *parent.children(recursive=True)]
-                peak = max(peak, *(member.memory_info().rss for member in family))
+                for member in (parent, *parent.children(recursive=True)):
+                    peak = max(peak, member.memory_info().rss)
+                    seen[member.pid] = sum(member.cpu_times()[:2])
             except psutil.Error:
                 continue
         time.sleep(0.05)
-    for process in running:
-        if process.returncode:
-            raise SystemExit(process.stderr.read().decode()[-2000:])
-    return peak
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    known = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return peak, max(known, sum(seen.values()))
 
 
-def compare(taken: dict[str, Taken]) -> None:
-    def ratio(label: str, slow: str, fast: str, goal: str) -> None:
-        if slow in taken and fast in taken:
-            wall = taken[slow].wall / taken[fast].wall
-            cpu = taken[slow].cpu / taken[fast].cpu
-            print(f"{label}: {wall:.2f} by wall, {cpu:.2f} by CPU seconds (goal {goal})")
+COMPARED = [
+    ("ours-1", "bare-1", 0.9),
+    ("ours-2", "bare-2", 0.9),
+    ("ours-2", "ours-1", 1.8),
+    ("fast-2", "fast-1", None),
+    ("bare-2", "bare-1", None),
+    ("ours-1", "datatrove-1", 1.4),
+    ("ours-2", "datatrove-2", 1.4),
+    ("fast-1", "datatrove-1", 3),
+    ("fast-2", "datatrove-2", 3),
+]
 
-    ratio("ours against the bare loop, 1 process", "bare-1", "ours-1", ">= 0.9")
-    ratio("ours against bare loops, 2 processes", "bare-2", "ours-2", ">= 0.9")
-    ratio("ours against datatrove, 1 process", "datatrove-1", "ours-1", ">= 1.4")
-    ratio("fast back end against datatrove, 1 process", "datatrove-1", "fast-1", ">= 3")
-    for slow, fast, goal in [
-        ("ours-1", "ours-2", 1.8),
-        ("datatrove-2", "ours-2", 1.4),
-        ("datatrove-2", "fast-2", 3),
-    ]:
-        if slow in taken and fast in taken:  # CPU seconds of datatrove's own children are not seen
-            print(f"{fast} against {slow}: {taken[slow].wall / taken[fast].wall:.2f} (goal {goal})")
+
+def comparisons(repeats: list[dict[str, Taken]]) -> Iterator[str]:
+    """How many times as fast one is as another: by wall, and by CPU seconds for equal workers."""
+    for fast, slow, goal in COMPARED:
+        if fast not in repeats[0] or slow not in repeats[0]:
+            continue
+        line = f"{fast} against {slow}: {spread([r[slow].wall / r[fast].wall for r in repeats])}"
+        if fast[-1] == slow[-1]:
+            by_cpu = spread([r[slow].cpu / r[fast].cpu for r in repeats])
+            line += f" by wall, {by_cpu} by CPU seconds"
+        yield line + (f" (goal >= {goal})" if goal else "")
+
+
+def spread(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
 
 
 def as_tokenizer_json(model: Path) -> dict:
