@@ -2,8 +2,9 @@
 
 A recipe is a YAML file. It may build on another one with `extends: NAME or PATH`. Its sections and
 keys are those of `RunConfig`; a key that is not there is refused with the nearest one that is.
-`RECIPE+METHOD` lays a method over a recipe: a file in recipes/methods, whose `inner` says which
-inner optimizer it is about. AdamW's values for RECIPE are those of the recipe RECIPE-adamw.
+`RECIPE+METHOD` lays a method over a recipe: a file in recipes/methods, whose `inner`, if there is
+one, says which inner optimizer it is about. AdamW's values for RECIPE are those of the recipe
+RECIPE-adamw. Several methods may follow one another, as in 15b+streaming-muloco+fp8.
 """
 
 import difflib
@@ -141,7 +142,8 @@ def _read_recipe(name: str, base: Path, ancestors: tuple[Path, ...]) -> dict[str
     if recipe and not _is_path(method):
         path = _find_method(method)
         tree = yaml_subset.read(path)
-        given = _read_recipe(_variant(recipe, tree.pop("inner")), base, ancestors)
+        inner = tree.pop("inner", None)
+        given = _read_recipe(_variant(recipe, inner) if inner else recipe, base, ancestors)
         return given | _given(tree, path, f"method {method}")
     path = _find_recipe(name, base)
     if path in ancestors:

@@ -17,6 +17,7 @@ from megatron_ext.model.logical import (
     LogicalParameter,
     describe_parameter,
 )
+from megatron_ext.muon.optimizer import BATCHES
 from megatron_ext.muon.plan import StagePlan, plan_stage
 from megatron_ext.muon.routing import route_all
 from megatron_ext.muon.views import total_numel
@@ -182,11 +183,15 @@ def _transit_bytes(config: RunConfig, plan: StagePlan, tp_rank: int, dp_rank: in
     travelling = plan.exchange_bytes(tp_rank, dp_rank, weight_bytes)
     gradients = _FP32 * matrices
     received = gradients * (plan.tp - 1) // plan.tp
-    inner = gradients + received + travelling
+    if config.optimizer.nesterov:
+        received += gradients
+    # Gradients of the next batch, weights of the last one, and what the current one holds.
+    inner = (received + travelling) * 2 // (BATCHES if plan.tp > 1 else 1)
     if not config.outer.interval:
         return inner
     pseudogradient = _FP32 * (matrices + rest)
-    buckets = min(_OUTER_BUCKETS_BYTES, 2 * pseudogradient) if config.parallel.replicas > 1 else 0
+    exchanges_here = config.parallel.replicas > 1 and not config.outer.host_memory
+    buckets = min(_OUTER_BUCKETS_BYTES, 2 * pseudogradient) if exchanges_here else 0
     return max(inner, pseudogradient + buckets)
 
 

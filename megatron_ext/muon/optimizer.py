@@ -23,8 +23,8 @@ from megatron_ext.muon.plan import whole_block
 from megatron_ext.muon.stage import Stage
 from megatron_ext.muon.views import total_numel, views
 
-# While one batch of matrices is orthogonalised, the others travel.
-_BATCHES = 4
+# While one batch of matrices is orthogonalised, another travels.
+BATCHES = 4
 
 
 class InnerOptimizer:
@@ -47,7 +47,7 @@ class InnerOptimizer:
         self.config = config
         self.steps = 0
         matrices = [u for u in stage.plan.matrices if u.shard == stage.dp_group.rank()]
-        batches = cut_into_batches(matrices, _BATCHES if stage.plan.tp > 1 else 1)
+        batches = cut_into_batches(matrices, BATCHES if stage.plan.tp > 1 else 1)
         self._batches = [MatrixBatch(units, stage) for units in batches]
         self._rest = Elementwise(stage)
         self._whole = [whole_block(unit) for batch in self._batches for unit in batch.owned]
@@ -88,15 +88,19 @@ class InnerOptimizer:
         norm = self._clip()
         self.steps += 1
         *stretches, rest = self._stretches
-        arrivals = [batch.gather_gradients(self.config) for batch in self._batches]
+        # While one batch is updated, the next one's gradients and the last one's weights travel;
+        # more at once would only take memory.
+        arrivals = (batch.gather_gradients(self.config) for batch in self._batches)
+        arrived = next(arrivals, None)
         self._rest.update(lr, self.steps, self.config)
-        departures = [self._rest.scatter(self._follow(rest))]
-        for batch, arrived, stretch in zip(self._batches, arrivals, stretches, strict=True):
+        delivered = self._rest.scatter(self._follow(rest))
+        for batch, stretch in zip(self._batches, stretches, strict=True):
             arrived()
+            arrived = next(arrivals, None)
             batch.update(lr, self.config)
-            departures.append(batch.scatter(self._follow(stretch)))
-        for delivered in departures:
             delivered()
+            delivered = batch.scatter(self._follow(stretch))
+        delivered()
         self.stage.gather_weights(at_once=False)
         return norm
 
@@ -126,11 +130,12 @@ class InnerOptimizer:
     @torch.no_grad()
     def _write(self, values: Callable[[slice], torch.Tensor]) -> None:
         *stretches, rest = self._stretches
-        departures = [self._rest.scatter(values(rest))]
+        delivered = self._rest.scatter(values(rest))
         for batch, stretch in zip(self._batches, stretches, strict=True):
-            departures.append(batch.scatter(values(stretch)))
-        for delivered in departures:
+            departed = batch.scatter(values(stretch))
             delivered()
+            delivered = departed
+        delivered()
         self.stage.gather_weights(at_once=True)
 
     def _follow(self, stretch: slice) -> torch.Tensor:
