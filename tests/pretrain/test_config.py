@@ -243,3 +243,14 @@ def test_every_option_has_a_line_of_documentation():
 
 def test_recipes_lie_where_they_are_looked_for():
     assert (RECIPES / "demo.yaml").is_file()
+
+
+def test_resume_alone_is_short_for_its_checkpoint(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("extends: demo\nresume: none\n")
+    assert load(recipe, ["data.blend=a"]).config.resume.checkpoint == "none"
+    resolved = load(recipe, ["data.blend=a", "resume=runs/a", "resume.fallback=true"])
+    assert resolved.config.resume.checkpoint == "runs/a"
+    assert resolved.origins["resume.checkpoint"] == "command line"
+    with pytest.raises(ConfigError, match=r"resume\.weights=b with resume\.checkpoint=runs/a"):
+        load(recipe, ["data.blend=a", "resume=runs/a", "resume.weights=b"])

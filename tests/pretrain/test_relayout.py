@@ -71,7 +71,7 @@ def _replicas(count: int, **options) -> dict:
     return _options("whole", parallel__replicas=count, outer__interval=STOP, **options)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (3, 2), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (4, 2)])
 def test_replicas_that_join_or_leave_at_a_rounds_end_hold_the_anchor(
     blend, tmp_path, before, after
 ):
