@@ -63,7 +63,9 @@ def round_seconds(exchange: Exchange, step_seconds: float, link: Link, assume: A
     if assume == "measured":
         hidden_steps = exchange.delay
         sent = exchange.times_sent * bits / exchange.fragments
-        seconds = link.latency_seconds + link.seconds(sent)
+        # Norms go ahead, what was measured follows; between them one leg or two.
+        messages = 3 if exchange.gather else 4
+        seconds = (messages - 1) * link.latency_seconds + link.seconds(sent)
         if exchange.replicas == 1:
             return compute
     else:

@@ -140,6 +140,7 @@ class OuterConfig(Section):
         ):
             raise ConfigError(
                 "outer.optimizer=mean has neither outer.lr nor outer.momentum, nor schedules of "
-                "them; leave them out, or use outer.optimizer=sgd"
+                "them; leave them out (outer.lr=null where a recipe gives it), or use "
+                "outer.optimizer=sgd"
             )
         return self

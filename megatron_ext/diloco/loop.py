@@ -117,7 +117,8 @@ class OuterLoop:
 
     def gather_scalars(self, values: torch.Tensor) -> torch.Tensor:
         """A few FP64 scalars [n] of each replica → [K, n]; after what is in flight."""
-        return self._background.submit(partial(self._wire.gather, values)).result()
+        with self._replicas.guard("sum over replicas"):
+            return self._background.submit(partial(self._wire.gather, values)).result()
 
     def tensors(self) -> Iterator[tuple[str, Block, torch.Tensor]]:
         """What a checkpoint holds of it: kind, block, view. `settle` first."""

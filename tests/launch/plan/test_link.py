@@ -130,9 +130,16 @@ def test_link_hides_nothing_by_itself_and_a_delay_hides_its_steps():
     assert round_seconds(delayed, step_seconds, link, "measured") == pytest.approx(20 + 2 * 2)
 
 
-def test_latency_is_paid_for_both_legs_of_each_fragment():
-    exchange = Exchange(0, 10, interval=10, fragments=5)
-    assert round_seconds(exchange, 1.0, Link(1, 0.1), "measured") == pytest.approx(10 + 5 * 0.2)
+@pytest.mark.parametrize(("gather", "messages"), [(False, 4), (True, 3)])
+def test_latency_is_paid_for_each_message_of_each_fragment(gather, messages):
+    exchange = Exchange(0, 10, interval=10, fragments=5, gather=gather)
+    expected = 10 + 5 * messages * 0.1
+    assert round_seconds(exchange, 1.0, Link(1, 0.1), "measured") == pytest.approx(expected)
+
+
+def test_a_gather_sends_everything_to_each_of_the_others():
+    exchange = Exchange(1e9, 10, bits=4, replicas=8, gather=True)
+    assert bytes_per_round(exchange) == 7 * 1e9 / 2
 
 
 def test_one_replica_waits_for_no_link():
