@@ -1,5 +1,6 @@
 # make demo: the whole journey on real text.  make test: lint and tests.  make setup: only .venv.
-.PHONY: setup demo test slow
+# make slow: the long tests.  make check-te: the FP8 recipes with the real Transformer Engine.
+.PHONY: setup demo test slow check-te
 python := .venv/bin/python
 
 setup:
@@ -15,3 +16,6 @@ test: setup
 
 slow: setup
 	@$(python) -m pytest -m slow -q
+
+check-te:
+	@sh scripts/check_te.sh

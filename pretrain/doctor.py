@@ -56,6 +56,7 @@ _IRRELEVANT = (
     "resume.",
     "train.stop_at",
     "train.log_every",
+    "train.fused_gradients",
     "validation.",
 )
 

@@ -3,7 +3,7 @@
 import time
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megatron_ext.config import Section
 from pretrain.schedule import learning_rate
@@ -30,6 +30,9 @@ class TrainConfig(Section):
     """Activations computed again in the backward pass: none, feed-forward only, whole layers."""
     overlap: bool = False
     """Overlap gradient reduction and parameter gather with computation."""
+    fused_gradients: bool | None = Field(None, json_schema_extra={"derived": "where it is there"})
+    """Add weight gradients into the FP32 buffer within the product (a GPU, and Transformer Engine's
+    layers or apex's extension)."""
     log_every: PositiveInt = 1
     """Inner steps between lines of metrics.jsonl."""
     stop_at: PositiveInt | None = None

@@ -14,6 +14,7 @@ from megatron_ext.blocks import Block
 from megatron_ext.checkpoint import Checkpoints, Outcome
 from megatron_ext.checkpoint.state import MASTER_KIND
 from megatron_ext.diloco.loop import OuterLoop, Round
+from megatron_ext.model.accelerators import fused_gradients
 from megatron_ext.model.gpt import build
 from megatron_ext.model.initialize import draw
 from megatron_ext.model.logical import describe, parameter_count
@@ -206,6 +207,8 @@ class Session:
         say(f"resuming    {resumed_from}, after step {self.state.step} of {config.train.steps}")
         if findings:
             say(table_text(findings))
+        if config.fp8.enabled and config.fp8.recipe == "delayed" and not config.fp8.emulated:
+            say("fp8         Transformer Engine's history of maxima begins afresh")
         if self.state.step >= (config.train.stop_at or config.train.steps):
             say("nothing to do: the run is there already")
 
@@ -245,6 +248,7 @@ def build_inner(config: RunConfig, routes: dict) -> InnerOptimizer:
         recompute=train.recompute,
         seed=train.seed,
         fp8=config.fp8,
+        fused_gradients=fused_gradients(train.fused_gradients, model.implementation),
     )
     logical = describe(chunks, model, config.parallel)
     stage = Stage(chunks, logical, routes, chunks[0].config, overlap=train.overlap)

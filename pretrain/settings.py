@@ -11,6 +11,7 @@ from megatron_ext.config import Section
 from megatron_ext.diloco.config import OuterConfig
 from megatron_ext.diloco.published import outer_defaults
 from megatron_ext.errors import ConfigError
+from megatron_ext.model.accelerators import fused_gradients
 from megatron_ext.model.config import ModelConfig
 from megatron_ext.model.fp8.config import Fp8Config, refuse_what_cannot_work
 from megatron_ext.muon.config import OptimizerConfig
@@ -125,6 +126,7 @@ class RunConfig(Section):
 
 def check_machine(config: RunConfig) -> None:
     """Refuse what this machine cannot run; the configuration itself may be right elsewhere."""
+    fused_gradients(config.train.fused_gradients, config.model.implementation)
     if config.model.implementation != "transformer_engine":
         return
     option = "model.implementation=transformer_engine"

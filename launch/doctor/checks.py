@@ -94,12 +94,15 @@ def accelerators() -> list[Finding]:
         te = Finding("Transformer Engine", "ok", version)
     else:
         remedy = (
-            "no model.implementation=transformer_engine, so no context parallelism; "
-            "pip install --no-build-isolation transformer-engine[pytorch]"
+            "no model.implementation=transformer_engine, so no FP8 but emulated, and no context "
+            "parallelism; pip install --no-build-isolation -r requirements-gpu.txt"
         )
         te = Finding("Transformer Engine", "missing", "is not installed", remedy)
     if importlib.util.find_spec("apex") is None:
-        remedy = "norms and optimizers are torch's; build it from github.com/NVIDIA/apex"
+        remedy = (
+            "no train.fused_gradients in plain layers; build it from github.com/NVIDIA/apex, as "
+            "pip's package of that name is another project"
+        )
         apex = Finding("apex", "missing", "is not installed", remedy)
     elif importlib.util.find_spec("amp_C") is None:
         remedy = "pip uninstall apex: the package index's apex is another project"

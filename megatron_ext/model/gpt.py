@@ -41,8 +41,8 @@ def build(
     precision: Precision,
     recompute: Recompute,
     seed: int,
-    device: torch.device | None = None,
     fp8: Fp8Config = NO_FP8,
+    fused_gradients: bool = False,
 ) -> list[gpt_model.GPTModel]:
     """This rank's model chunks with their initial weights, one for each interleaved stage.
 
@@ -52,13 +52,14 @@ def build(
     Raises ConfigError for a combination that cannot work.
     """
     config = transformer_config(model, parallel, precision=precision, recompute=recompute, fp8=fp8)
+    config.gradient_accumulation_fusion = fused_gradients
     groups = ProcessGroupCollection.use_mpu_process_groups()
     chunks = [
-        _build_chunk(model, config, groups, stage if parallel.interleave > 1 else None, fp8)
+        build_chunk(model, config, groups, stage if parallel.interleave > 1 else None, fp8)
         for stage in range(parallel.interleave)
     ]
     initialize(chunks, model, parallel, seed)
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return [chunk.to(device) for chunk in chunks]
 
 
@@ -66,7 +67,7 @@ def skeleton(model: ModelConfig) -> gpt_model.GPTModel:
     """The whole model on the meta device: shapes and names without values or processes."""
     config = transformer_config(model, ParallelConfig(), precision="fp32", recompute="none")
     with torch.device("meta"):
-        return _build_chunk(model, config, ProcessGroupCollection(), None)
+        return build_chunk(model, config, ProcessGroupCollection(), None)
 
 
 def transformer_config(
@@ -115,7 +116,8 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         # `initialize` fills the weights; they must not be drawn twice, nor on the device.
         perform_initialization=False,
-        use_cpu_initialization=True,
+        # Transformer Engine's would be drawn on the CPU all the same.
+        use_cpu_initialization=plain,
         calculate_per_token_loss=True,
         # Transformer Engine decides by the environment: NVTE_ALLOW_NONDETERMINISTIC_ALGO=0.
         deterministic_mode=plain,
@@ -128,14 +130,14 @@ def transformer_config(
     )
 
 
-def _build_chunk(
+def build_chunk(
     model: ModelConfig,
     config: TransformerConfig,
     groups: ProcessGroupCollection,
     vp_stage: int | None,
     fp8: Fp8Config = NO_FP8,
 ) -> gpt_model.GPTModel:
-    """One chunk with weights that hold no values yet."""
+    """This rank's chunk, or that of `vp_stage`, whose weights hold no values yet."""
     vp_size = config.virtual_pipeline_model_parallel_size
     pp_rank = get_pg_rank(groups.pp)
     first_layer = get_transformer_layer_offset(config, vp_stage, pp_rank)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ConfigError
-from pretrain.config import RECIPES, fields, load, method_names, recipe_names, write
+from pretrain.config import RECIPES, check_machine, fields, load, method_names, recipe_names, write
 from pretrain.yaml_subset import dump, parse
 
 
@@ -254,3 +254,11 @@ def test_resume_alone_is_short_for_its_checkpoint(tmp_path):
     assert resolved.origins["resume.checkpoint"] == "command line"
     with pytest.raises(ConfigError, match=r"resume\.weights=b with resume\.checkpoint=runs/a"):
         load(recipe, ["data.blend=a", "resume=runs/a", "resume.weights=b"])
+
+
+def test_fused_gradients_are_refused_by_name_where_they_are_missing():
+    config = load("demo", ["train.fused_gradients=true"]).config
+    with pytest.raises(ConfigError, match=r"train\.fused_gradients=true needs a GPU and apex's"):
+        check_machine(config)
+    check_machine(load("demo").config)
+    check_machine(load("demo", ["train.fused_gradients=false"]).config)
