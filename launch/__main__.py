@@ -12,6 +12,7 @@ COMMANDS = {
     "plan": "memory, time and bandwidth of a run, by arithmetic",
     "slurm": "write batch scripts for a cluster",
     "status": "how far a run is, and what failed first",
+    "stop": "ask a run to save and end, and wait until it has",
     "doctor": "what this machine has, what is missing, and how fast it is",
 }
 MODULES = {
@@ -19,6 +20,7 @@ MODULES = {
     "slurm": "launch.slurm.command",
     "doctor": "launch.doctor.command",
     "status": "launch.status",
+    "stop": "launch.stop",
 }
 USAGE = "usage: python -m launch COMMAND …, each with --help:\n" + "\n".join(
     f"  {name:<8}{meaning}" for name, meaning in COMMANDS.items()

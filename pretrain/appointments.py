@@ -9,6 +9,7 @@ from typing import Literal
 
 from megatron_ext.diloco.config import OuterConfig
 from megatron_ext.replicas import Replicas
+from pretrain import running
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +24,10 @@ What = Literal["save", "end"]
 
 
 class Appointments:
-    """Listens for signals inside a `with` block, for the file, and for the clock.
+    """Listens for signals inside a `with` block, for files, and for the clock.
 
     A process that a signal reaches leaves a note in the store. The first process reads it, looks
-    for the file and at the clock and, before it begins step s, announces the step after which all
+    for the files and at the clock and, before it begins step s, announces the step after which all
     save, or save and end. Nobody can have taken that step by then: inside a replica no step ends
     without everybody's share of the gradient norm, and a replica runs ahead of another for a round
     at most, and the delay of what it waits for.
@@ -41,6 +42,7 @@ class Appointments:
         self._ahead = 0
         if replicas.count > 1:
             self._ahead = 2 * outer.interval if outer.delay else outer.interval
+        self._folder = folder
         self._file = folder / SAVE_FILE
         self._every_seconds = 60 * every_minutes
         self._saved_seconds = time.monotonic()
@@ -57,7 +59,7 @@ class Appointments:
         if not self._announces:
             return
         pending = self._steps.values()
-        if "end" not in pending and (why := self._asked("end")):
+        if "end" not in pending and (why := self._asked("end") or self._stop_file(step)):
             self._announce(
                 step,
                 "end",
@@ -82,6 +84,12 @@ class Appointments:
         why = self._store.get(key).decode()
         self._store.delete_key(key)
         return why
+
+    def _stop_file(self, step: int) -> str | None:
+        if not running.stop_is_requested(self._folder):
+            return None
+        running.take_stop(self._folder, step + self._ahead)
+        return "launch stop"
 
     def _file_or_clock(self) -> str | None:
         if self._file.exists():

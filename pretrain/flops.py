@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from megatron_ext.model.config import ModelConfig
+from megatron_ext.model.fp8.config import Fp8Config
 from megatron_ext.model.logical import kind_of, logical_shapes
 
 
@@ -16,6 +17,10 @@ class Device:
     fp8_flops: float | None  # FLOP/s; None where it has no FP8
     memory_bytes: int
     source: str
+
+    def peak_flops(self, fp8: Fp8Config) -> float:
+        """The fastest that a run may compute on it, FLOP/s."""
+        return (fp8.enabled and self.fp8_flops) or self.bf16_flops
 
 
 # NVIDIA prints peaks with sparsity, which are twice these, and memory in units of 10⁹ bytes.
@@ -51,34 +56,46 @@ def flops_per_token(model: ModelConfig) -> float:
     pairs are in the past, and backward takes twice as much as forward. Document masking computes
     fewer pairs; the formula counts them all.
     """
-    shapes = logical_shapes(model)
-    weights = sum(
-        rows * cols
-        for name, (rows, *rest) in shapes.items()
-        for cols in rest
-        if kind_of(name) in ("matrix", "head")
-    )
-    if model.tie_head:
-        weights += model.vocab_size * model.hidden
+    weights = _matrix_weights(model) + model.vocab_size * model.hidden
     return 6 * weights + 6 * model.layers * model.sequence_length * model.hidden
 
 
+def fp8_flops_per_token(model: ModelConfig, fp8: Fp8Config) -> float:
+    """Those of `flops_per_token` that Transformer Engine computes in FP8: products with weights.
+
+    Attention, the head, and layers that stay in BF16 are not among them; emulated FP8 is none.
+    """
+    if not fp8.enabled or fp8.emulated:
+        return 0.0
+    share = 1 - 2 * fp8.first_last_layers_bf16 / model.layers
+    return 6 * share * _matrix_weights(model)
+
+
+def _matrix_weights(model: ModelConfig) -> int:
+    """Weights of all layers' matrices."""
+    shapes = logical_shapes(model).items()
+    return sum(rows * rest[0] for name, (rows, *rest) in shapes if kind_of(name) == "matrix")
+
+
 def utilisation(
-    tokens_per_second: float, model: ModelConfig, devices: int, name: str
+    tokens_per_second: float, model: ModelConfig, devices: int, name: str, fp8: Fp8Config
 ) -> float | None:
     """Model FLOPs utilisation (MFU) of all devices together, of their dense BF16 peak.
 
-    None where the peak of the device called `name` is unknown. Raises ValueError above 1, which no
-    device can do: then a count or a peak is wrong.
+    A run in FP8 is measured by the BF16 peak too, so that its gain shows. None where the peak of
+    the device called `name` is unknown. Raises ValueError above the peak, which no device can do:
+    then a count or a peak is wrong.
     """
     device = device_of(name)
     if device is None:
         return None
     mfu = tokens_per_second * flops_per_token(model) / (devices * device.bf16_flops)
-    if mfu > 1:
+    peak = device.peak_flops(fp8)
+    if mfu > peak / device.bf16_flops:
+        kind = "BF16" if peak == device.bf16_flops else "FP8"
         raise ValueError(
             f"an MFU of {mfu:.0%} on {devices} × {name} is impossible: "
             f"{tokens_per_second:,.0f} tokens/s at {flops_per_token(model):.3g} FLOPs each, "
-            f"with a dense BF16 peak of {device.bf16_flops:.3g} FLOP/s ({device.source})"
+            f"with a dense {kind} peak of {peak:.3g} FLOP/s ({device.source})"
         )
     return mfu

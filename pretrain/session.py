@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from megatron_ext.muon.routing import route_all
 from megatron_ext.muon.stage import Stage
 from megatron_ext.muon.verify import judge, verify
 from megatron_ext.replicas import Replicas, initialize_megatron, join
+from pretrain import running
 from pretrain.appointments import Appointments
 from pretrain.config import Resolved, write
 from pretrain.display import Display
@@ -217,7 +218,8 @@ class Session:
             return None
         devices = self.config.parallel.world_size
         name = torch.cuda.get_device_name()
-        return utilisation(tokens_per_second, self.config.model, devices, name)
+        config = self.config
+        return utilisation(tokens_per_second, config.model, devices, name, config.fp8)
 
 
 @contextmanager
@@ -226,16 +228,18 @@ def open_session(resolved: Resolved) -> Iterator[Session]:
     config = resolved.config
     host.prepare()
     with join(config.parallel, config.run.timeout_seconds) as replicas:
-        with replicas.guard("start"):
-            session = Session(resolved, replicas)
-        error = None
-        try:
-            yield session
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            session.close(error)
+        is_first = replicas.launcher_rank == 0
+        with running.noted(Path(config.run.dir)) if is_first else nullcontext():
+            with replicas.guard("start"):
+                session = Session(resolved, replicas)
+            error = None
+            try:
+                yield session
+            except BaseException as caught:
+                error = caught
+                raise
+            finally:
+                session.close(error)
 
 
 def build_inner(config: RunConfig, routes: dict) -> InnerOptimizer:

@@ -16,7 +16,8 @@ from launch.plan.link import (
     utilisation,
 )
 from launch.plan.memory import RankMemory
-from launch.plan.search import Candidate, changed, evaluate, propose, search
+from launch.plan.proposal import fewest_replicas, options_of, propose
+from launch.plan.search import Candidate, changed, evaluate, search
 from megatron_ext import host
 from megatron_ext.diloco.units import units_of
 from megatron_ext.errors import ConfigError
@@ -41,6 +42,7 @@ class Request:
     step_seconds: float | None  # measured, in place of the predicted time
     target: float  # utilisation that a proposal must reach
     search: bool
+    island: int | None  # GPUs that one fast network joins, for a proposed number of replicas
 
 
 def parser() -> exit.Parser:
@@ -55,6 +57,7 @@ def parser() -> exit.Parser:
     add("--latency-ms", type=float, default=1.0, help="of that link, one way (default 1)")
     add("--assume", choices=ASSUMPTIONS, default="measured", help="whose model of the link")
     add("--step-seconds", type=float, metavar="S", help="a measured inner step, if there is one")
+    add("--island", type=int, metavar="N", help="GPUs of one fast network: propose K for them")
     add("--target", type=float, default=0.95, help="compute utilisation to reach (default 0.95)")
     add("--search", action="store_true", help="look for the fastest layouts that fit")
     add("--json", action="store_true", help="print JSON")
@@ -86,10 +89,11 @@ def predict(candidate: Candidate, request: Request) -> dict[str, Any]:
     speed = config.tokens_per_step / step
     flops = flops_per_token(config.model)
     mfu = speed * flops / request.gpus / request.device.bf16_flops
-    if mfu > 1:
+    of_peak = mfu * request.device.bf16_flops / request.device.peak_flops(config.fp8)
+    if of_peak > 1:
         raise ConfigError(
             f"--step-seconds {step:g} would be an MFU of {mfu:.0%}, which no GPU reaches; "
-            f"{request.gpus} of them need at least {mfu * step:.3g} s"
+            f"{request.gpus} of them need at least {of_peak * step:.3g} s"
         )
     return {
         "layout": config.parallel.model_dump()
@@ -107,7 +111,8 @@ def predict(candidate: Candidate, request: Request) -> dict[str, Any]:
         "tokens_per_step": config.tokens_per_step,
         "step_seconds": asdict(candidate.step) | {"used": step},
         "tokens_per_second_per_gpu": speed / request.gpus,
-        "mfu": mfu,
+        "mfu": mfu,  # of the BF16 peak, also of a run in FP8
+        "of_fp8_peak": of_peak if config.fp8.enabled else None,
         "link": _link(config, step, request),
         "budget": _budget(candidate, request),
     }
@@ -116,7 +121,7 @@ def predict(candidate: Candidate, request: Request) -> dict[str, Any]:
 def _link(config: RunConfig, step: float, request: Request) -> dict[str, Any]:
     exchange = exchange_of(config, request.assume)
     share = utilisation(exchange, step, request.link, request.assume)
-    cheaper = propose(exchange, step, request.link, request.assume, request.target)
+    cheaper = _proposal(config, exchange, step, request)
     # FP32 gradients go, and weights in the model's precision come back.
     bits = 24 if config.train.precision == "bf16" else 32
     without = replace(exchange, bits=bits, interval=1, fragments=1, delay=0)
@@ -130,7 +135,19 @@ def _link(config: RunConfig, step: float, request: Request) -> dict[str, Any]:
         "utilisation_of_data_parallelism": utilisation(without, step, request.link, request.assume),
         "target": request.target,
         "proposal": asdict(cheaper) if cheaper else None,
+        "options": options_of(cheaper, exchange) if cheaper else [],
     }
+
+
+def _proposal(
+    config: RunConfig, exchange: Exchange, step: float, request: Request
+) -> Exchange | None:
+    if request.island:
+        replicas = fewest_replicas(config, request.gpus, request.island)
+        exchange = replace(exchange, replicas=replicas)
+        if replicas == 1:  # and nothing crosses the link
+            return exchange
+    return propose(exchange, step, request.link, request.assume, request.target)
 
 
 def _budget(candidate: Candidate, request: Request) -> dict[str, float]:
@@ -195,7 +212,7 @@ def parse_gbit(text: str) -> float:
 def _request(options: argparse.Namespace, config: RunConfig) -> Request:
     if not 0 < options.target < 1:
         raise ConfigError(f"--target {options.target:g}: must lie between 0 and 1")
-    for name in ("gpus", "step_seconds", "latency_ms"):
+    for name in ("gpus", "island", "step_seconds", "latency_ms"):
         value = getattr(options, name)
         if value is not None and (value < 0 or (value == 0 and name != "latency_ms")):
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be positive")
@@ -207,6 +224,7 @@ def _request(options: argparse.Namespace, config: RunConfig) -> Request:
         step_seconds=options.step_seconds,
         target=options.target,
         search=options.search,
+        island=options.island,
     )
 
 

@@ -11,6 +11,11 @@ from launch.plan.search import USABLE_MEMORY
 
 _WIDTH = 100
 _LAYOUT = ("replicas", "tp", "pp", "cp", "dp", "micro_batch", "recompute")
+# Weight decay is proportional to a replica's batch; outer values as published (arXiv 2505.23725).
+_OTHER_REPLICAS = (
+    "another K needs another optimizer.weight_decay, ∝ 1/K, and outer.lr and momentum: "
+    "0.7 and 0.6 at K=1, 0.9 and 0.8 at 8, 1.0 and 0.9 at 16"
+)
 
 
 def show(predictions: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -33,7 +38,7 @@ def show(predictions: list[dict[str, Any]], options: argparse.Namespace) -> None
     )
     _show_memory(console, best)
     _show_time(console, best)
-    if best["layout"]["replicas"] > 1:
+    if best["layout"]["replicas"] > 1 or options.island:
         _show_link(console, best)
     _show_budget(console, best)
 
@@ -89,9 +94,11 @@ def _show_time(console: Console, prediction: dict[str, Any]) -> None:
     )
     if step["used"] != step["expected"]:
         console.print(f"            what follows uses the given {step['used']:.3g} s")
+    of_fp8 = prediction["of_fp8_peak"]
+    peaks = f" of the BF16 peak, {of_fp8:.0%} of FP8's" if of_fp8 else ""
     console.print(
         f"            {prediction['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU, MFU "
-        f"{prediction['mfu']:.0%}, {prediction['flops_per_token'] / 1e9:.1f} GFLOP a token"
+        f"{prediction['mfu']:.0%}{peaks}, {prediction['flops_per_token'] / 1e9:.1f} GFLOP a token"
     )
 
 
@@ -113,15 +120,20 @@ def _show_link(console: Console, prediction: dict[str, Any]) -> None:
         )
     elif proposal == exchange:
         text = f"as it is: {link['target']:.0%} is reached"
+    elif proposal["replicas"] == 1:
+        text = f"K=1: nothing crosses the link; {' '.join(link['options'])}"
     else:
         text = f"{_synchronisation(proposal)} reaches {link['target']:.0%}"
+        text += f"; {' '.join(link['options'])}"
     console.print(f"            proposed: {text}")
+    if proposal and proposal["replicas"] != exchange["replicas"]:
+        console.print(f"            {_OTHER_REPLICAS}")
 
 
 def _synchronisation(exchange: dict[str, Any]) -> str:
     return (
-        f"H={exchange['interval']}, P={exchange['fragments']}, τ={exchange['delay']}, "
-        f"{exchange['bits']:.3g} bits"
+        f"K={exchange['replicas']}, H={exchange['interval']}, P={exchange['fragments']}, "
+        f"τ={exchange['delay']}, {exchange['bits']:.3g} bits"
     )
 
 

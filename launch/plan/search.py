@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from launch.plan.link import Assumption, Exchange, Link, utilisation
 from launch.plan.memory import StageMemory, plan_memory, with_activations_of
 from launch.plan.speed import StepSeconds, step_seconds
 from megatron_ext.errors import ConfigError
@@ -18,21 +17,6 @@ _TENSOR_PARALLEL = (1, 2, 4, 8)
 _PIPELINE = (1, 2, 3, 4, 6, 8, 9, 12, 16)
 _MICRO_BATCHES = (1, 2, 4, 8)
 _RECOMPUTE = ("none", "selective", "full")
-
-# Synchronisation from what costs no loss to what costs some, by published figures: 4 bits lose
-# nothing measurable, streaming's curves coincide, delays and longer rounds cost (arXiv 2505.23725,
-# 2501.18512).
-_CHEAPER_SYNCHRONISATION = (
-    {},
-    {"bits": 16},
-    {"bits": 8},
-    {"bits": 4},
-    {"bits": 4, "fragments": 3, "delay": 1},
-    {"bits": 4, "fragments": 3, "delay": 2},
-    {"bits": 4, "fragments": 3, "delay": 2, "interval": 60},
-    {"bits": 4, "fragments": 3, "delay": 2, "interval": 120},
-    {"bits": 4, "fragments": 3, "delay": 2, "interval": 240},
-)
 
 
 @dataclass(frozen=True)
@@ -125,15 +109,3 @@ def _nothing_fits(config: RunConfig, gpus: int, device: Device, leanest: Candida
         f"{_peak(leanest) / 1e9:.0f} GB a GPU of {device.memory_bytes / 1e9:.0f}; "
         "use more GPUs or fewer replicas"
     )
-
-
-def propose(
-    exchange: Exchange, seconds: float, link: Link, assume: Assumption, target: float
-) -> Exchange | None:
-    """The change of synchronisation that costs least loss and reaches a utilisation, if any."""
-    for changes in _CHEAPER_SYNCHRONISATION:
-        cheaper = replace(exchange, **changes)
-        costs_more = cheaper.bits > exchange.bits or cheaper.interval < exchange.interval
-        if not costs_more and utilisation(cheaper, seconds, link, assume) >= target:
-            return cheaper
-    return None

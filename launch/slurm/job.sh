@@ -25,6 +25,9 @@ finished() {
         [[ $(<"$RUN_DIR/checkpoints/latest") == "$LAST_CHECKPOINT" ]]
 }
 
+# `launch stop` was used: nobody wants the run to go on.
+asked_to_stop() { [[ -e $RUN_DIR/stop || -e $RUN_DIR/stopped ]]; }
+
 # Put the first $NODES nodes that pass the health check into `chosen`.
 choose_nodes() {
     chosen=()
@@ -126,6 +129,9 @@ run_once() {
 # The reasons that ranks gave, the most frequent first.
 reasons() { grep -hs '^error: ' "$LOGS/attempt-$attempt"/rank-*.log | sort | uniq -c | sort -rn | head -n 3; }
 
+# A request to the job before this one; whoever submits another wants the run to go on.
+((${SLURM_RESTART_COUNT:-0} == 0)) && rm -f "$RUN_DIR/stop" "$RUN_DIR/stopped"
+
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 for ((attempt = 0; attempt <= RESTARTS; attempt++)); do
     choose_nodes
@@ -135,6 +141,10 @@ for ((attempt = 0; attempt <= RESTARTS; attempt++)); do
     if finished; then
         log "finished: $LAST_CHECKPOINT"
         exit 0
+    fi
+    if asked_to_stop; then
+        log "stopped on request, with exit code $code"
+        exit "$code"
     fi
     ((code == 0)) && requeue
     log "attempt $attempt ended with exit code $code: $(reasons)"

@@ -3,8 +3,17 @@
 import pytest
 
 from megatron_ext.model.config import ModelConfig
+from megatron_ext.model.fp8.config import Fp8Config
 from pretrain.config import load
-from pretrain.flops import DEVICES, device_of, flops_per_token, utilisation
+from pretrain.flops import (
+    DEVICES,
+    device_of,
+    flops_per_token,
+    fp8_flops_per_token,
+    utilisation,
+)
+
+BF16 = Fp8Config()
 
 
 def model_of(**changes) -> ModelConfig:
@@ -41,14 +50,35 @@ def test_flops_of_15b_are_about_six_a_parameter():
 def test_mfu_is_the_share_of_the_dense_peak():
     model = load("1.76b").config.model
     speed = 0.5 * 8 * 989e12 / flops_per_token(model)
-    assert utilisation(speed, model, 8, "NVIDIA H100 80GB HBM3") == pytest.approx(0.5)
+    assert utilisation(speed, model, 8, "NVIDIA H100 80GB HBM3", BF16) == pytest.approx(0.5)
 
 
 def test_mfu_above_one_is_refused_with_its_numbers():
     model = load("1.76b").config.model
     speed = 1.01 * 989e12 / flops_per_token(model)
     with pytest.raises(ValueError, match=r"101% on 1 × NVIDIA H200 is impossible.*9\.89e\+14"):
-        utilisation(speed, model, 1, "NVIDIA H200")
+        utilisation(speed, model, 1, "NVIDIA H200", BF16)
+
+
+def test_mfu_of_fp8_is_of_the_bf16_peak_and_refused_above_the_fp8_peak():
+    model, fp8 = load("1.76b").config.model, Fp8Config(format="hybrid")
+    speed = 989e12 / flops_per_token(model)
+    assert utilisation(1.5 * speed, model, 1, "NVIDIA H200", fp8) == pytest.approx(1.5)
+    with pytest.raises(ValueError, match=r"202% on 1 × NVIDIA H200 is impossible.*FP8 peak"):
+        utilisation(2.02 * speed, model, 1, "NVIDIA H200", fp8)
+    # A device without FP8 cannot exceed its BF16 peak, whatever the options say.
+    with pytest.raises(ValueError, match="BF16 peak"):
+        utilisation(1.01 * 312e12 / flops_per_token(model), model, 1, "NVIDIA A100", fp8)
+
+
+def test_fp8_counts_products_with_the_weights_of_its_layers():
+    model = model_of(layers=4)
+    matrices = 6 * 4 * (4 * 8 * 8 + 3 * 20 * 8)
+    assert fp8_flops_per_token(model, Fp8Config(format="e4m3")) == matrices
+    ends = Fp8Config(format="e4m3", first_last_layers_bf16=1)
+    assert fp8_flops_per_token(model, ends) == matrices / 2
+    assert fp8_flops_per_token(model, Fp8Config(format="e4m3", backend="emulate")) == 0
+    assert fp8_flops_per_token(model, BF16) == 0
 
 
 @pytest.mark.parametrize(
@@ -69,7 +99,7 @@ def test_devices_are_told_apart_by_the_drivers_name(name, key):
 
 @pytest.mark.parametrize("name", ["NVIDIA H1000", "AMD Instinct MI300X", "NVIDIA GeForce RTX 4090"])
 def test_unknown_device_has_no_mfu(name):
-    assert utilisation(1.0, model_of(), 1, name) is None
+    assert utilisation(1.0, model_of(), 1, name, BF16) is None
 
 
 def test_peaks_are_dense():

@@ -6,10 +6,13 @@ import pytest
 
 import launch.__main__ as launch
 from launch.plan.link import Exchange, Link
-from launch.plan.search import USABLE_MEMORY, propose
+from launch.plan.proposal import propose
+from launch.plan.search import USABLE_MEMORY
 from pretrain.config import load
 from tests.pretrain.corpus import write_corpus
 from tests.pretrain.runs import lines, train
+
+FP8 = ["15b", "model.implementation=transformer_engine", "fp8.format=hybrid"]
 
 
 def plan(capfd, *arguments: str) -> list[dict]:
@@ -84,6 +87,10 @@ def test_search_that_finds_nothing_says_what_is_missing(capfd):
         (["15b", "--link", "fast"], "as in 10gbit"),
         (["15b", "--link", "0gbit"], "--link 0gbit"),
         (["15b", "--target", "2"], "--target 2"),
+        (["15b", "--island", "0"], "--island 0: must be positive"),
+        (["15b", "--island", "4"], "no number of replicas divides 128 GPUs"),
+        ([*FP8, "--gpu", "a100"], "NVIDIA A100 has no FP8"),
+        ([*FP8, "--step-seconds", "1"], "need at least 3.01 s"),
         (["15b", "--step-seconds", "1"], "an MFU of 602%"),
         (["15c"], "did you mean 15b"),
     ],
@@ -99,6 +106,38 @@ def test_proposal_prefers_what_costs_no_loss():
     assert (slow.bits, slow.interval, slow.fragments, slow.delay) == (8, 30, 1, 0)
     assert propose(exchange, 20.0, Link(1), "measured", 0.95).interval == 30
     assert propose(exchange, 20.0, Link(1e-4), "measured", 0.95) is None
+
+
+@pytest.mark.parametrize(("island", "replicas"), [(8, 16), (24, 8), (64, 2), (128, 1)])
+def test_as_few_replicas_are_proposed_as_fast_networks_hold(island, replicas, capfd):
+    (found,) = plan(capfd, "15b", "--link", "1gbit", "--island", str(island))
+    assert found["link"]["proposal"]["replicas"] == replicas
+    options = found["link"]["options"]
+    assert (f"parallel.replicas={replicas}" in options) == (replicas != 16)
+    # What is proposed is a run that the program takes, and reaches what it promises.
+    (after,) = plan(capfd, "15b", *options, "--link", "1gbit", "--gpus", "128")
+    assert after["link"]["utilisation"] > found["link"]["target"] - 0.01
+    assert after["layout"]["replicas"] == replicas
+
+
+def test_screen_says_what_another_number_of_replicas_needs(capfd):
+    assert launch.main(["plan", "15b", "--island", "64", "--link", "1gbit"]) == 0
+    text = capfd.readouterr().out
+    assert "K=2, H=30" in text and "parallel.replicas=2" in text
+    assert "another K needs another optimizer.weight_decay" in text
+
+
+def test_fp8_is_faster_by_its_layers_alone_and_mfu_stays_of_the_bf16_peak(capfd):
+    (bf16,), (fp8,) = plan(capfd, "15b"), plan(capfd, *FP8)
+    assert fp8["of_fp8_peak"] == pytest.approx(fp8["mfu"] * 989 / 1979)
+    assert bf16["of_fp8_peak"] is None
+    gain = bf16["step_seconds"]["compute"] / fp8["step_seconds"]["compute"]
+    assert fp8["mfu"] > bf16["mfu"] and 1.2 < gain < 2 * 0.68
+    # Emulation only rounds, and layers left in BF16 gain nothing.
+    (emulated,) = plan(capfd, "15b", "fp8.format=hybrid", "fp8.backend=emulate")
+    (none,) = plan(capfd, *FP8, "fp8.first_last_layers_bf16=27")
+    for found in (emulated, none):
+        assert found["step_seconds"]["compute"] == pytest.approx(bf16["step_seconds"]["compute"])
 
 
 def test_planned_bytes_of_a_round_are_those_that_a_run_counts(tmp_path, capfd):

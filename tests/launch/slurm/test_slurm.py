@@ -59,6 +59,19 @@ def test_finished_run_ends_the_job(scripts, scheduler, tmp_path):
     assert not any("requeue" in call for call in scheduler.calls)
 
 
+def test_a_run_that_was_asked_to_stop_is_not_started_again(scripts, scheduler, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    # Of a request to an earlier job, which this one must not heed.
+    (run / "stopped").write_text("7\n")
+    body = '((attempt == 1)) && exit 1; echo 9 >"$RUN/stopped"; exit 0'
+    code, output = scheduler.run(scripts(body) / "job.sbatch", "node1", RUN=run)
+    assert code == 0, output
+    assert "attempt 0 ended with exit code 1" in output
+    assert "stopped on request, with exit code 0" in output
+    assert not any("requeue" in call for call in scheduler.calls)
+
+
 def test_ranks_get_their_places_and_the_recipe(scripts, scheduler, tmp_path):
     body = 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $*"; exit 0'
     options = ("parallel.dp=4", "--gpus-per-node", "2", "data.blend=/a b/it's")
