@@ -1,7 +1,6 @@
 """The doctor's questions. Each answers with what is there, or with what its absence costs."""
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import socket
@@ -44,10 +43,10 @@ def python() -> Finding:
 
 def packages() -> list[Finding]:
     """Whether what is needed has the pinned version; other pairs are untested."""
-    pins = _pins(ROOT / "requirements.txt")
+    tested = pins(ROOT / "requirements.txt")
     findings = []
     for name in _NEEDED:
-        installed, pinned = _version(name), pins.get(name)
+        installed, pinned = version_of(name), tested.get(name)
         if installed is None:
             finding = Finding(name, "bad", "is not installed", "make setup")
         elif pinned and installed.split("+")[0] != pinned:
@@ -60,12 +59,7 @@ def packages() -> list[Finding]:
 
 
 def gpus() -> list[Finding]:
-    """The GPUs, with memory and peak, and CUDA and NCCL."""
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        detail = f"none; torch is built for CUDA {built}" if built else "none; torch is CPU-only"
-        lost = "training runs on the processor; a GPU and its driver make it fast"
-        return [Finding("GPU", "missing", detail, lost)]
+    """The GPUs that torch sees, with memory and peak, and CUDA and NCCL."""
     findings = [
         Finding("CUDA", "ok", str(torch.version.cuda)),
         Finding("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version()))),
@@ -85,31 +79,6 @@ def gpus() -> list[Finding]:
         else:
             findings.append(Finding(f"GPU {index}", "ok", detail))
     return findings
-
-
-def accelerators() -> list[Finding]:
-    """Transformer Engine and apex."""
-    version = _version("transformer-engine")
-    if version:
-        te = Finding("Transformer Engine", "ok", version)
-    else:
-        remedy = (
-            "no model.implementation=transformer_engine, so no FP8 but emulated, and no context "
-            "parallelism; pip install --no-build-isolation -r requirements-gpu.txt"
-        )
-        te = Finding("Transformer Engine", "missing", "is not installed", remedy)
-    if importlib.util.find_spec("apex") is None:
-        remedy = (
-            "no train.fused_gradients in plain layers; build it from github.com/NVIDIA/apex, as "
-            "pip's package of that name is another project"
-        )
-        apex = Finding("apex", "missing", "is not installed", remedy)
-    elif importlib.util.find_spec("amp_C") is None:
-        remedy = "pip uninstall apex: the package index's apex is another project"
-        apex = Finding("apex", "bad", "what is installed is not NVIDIA's", remedy)
-    else:
-        apex = Finding("apex", "ok", "NVIDIA's")
-    return [te, apex]
 
 
 def machine() -> Finding:
@@ -140,12 +109,10 @@ def disk(folder: Path) -> Finding:
 def imports() -> Finding:
     """Seconds until a fresh process has imported what training needs."""
     started = time.perf_counter()
-    code = "from pretrain import session"
-    result = _python("-c", code)
+    error = python_says("from pretrain import session")
     seconds = time.perf_counter() - started
-    if result.returncode:
-        lines = result.stderr.strip().splitlines() or ["no message"]
-        return Finding("import", "bad", lines[-1], "make setup")
+    if error:
+        return Finding("import", "bad", error, "make setup")
     return Finding("import", "ok", f"{seconds:.1f} s for torch, megatron-core and the program")
 
 
@@ -199,9 +166,14 @@ def _write_seconds(path: Path) -> float:
         path.unlink(missing_ok=True)
 
 
-def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+def python_says(code: str) -> str:
+    """The last line of the error that a fresh interpreter ends with; "" if it ends well."""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if not result.returncode:
+        return ""
+    lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
+    return lines[-1]
 
 
 def _start(*arguments: str, **variables: object) -> subprocess.Popen[str]:
@@ -215,14 +187,15 @@ def _start(*arguments: str, **variables: object) -> subprocess.Popen[str]:
     )
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version of a distribution; None if it is not there."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _pins(path: Path) -> dict[str, str]:
+def pins(path: Path) -> dict[str, str]:
     """Exact pins of a requirements file, by name in lower case; empty where there is no file."""
     if not path.is_file():
         return {}

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch.doctor import checks
+from launch.doctor import accelerators, checks
 from launch.doctor.checks import Finding
 from megatron_ext.errors import StackError
 from pretrain import exit
@@ -44,11 +45,16 @@ def run(options: argparse.Namespace) -> None:
 
 def examine(options: argparse.Namespace) -> Iterator[Finding]:
     """The findings, the quick ones first."""
-    yield from checks.gpus()
+    if torch.cuda.is_available():
+        yield from checks.gpus()
+    else:
+        yield accelerators.no_gpu()
     if not options.node:
         yield checks.python()
         yield from checks.packages()
-        yield from checks.accelerators()
+        yield accelerators.transformer_engine()
+        yield accelerators.apex()
+        yield accelerators.ray()
         yield checks.machine()
         yield checks.disk(options.run_dir)
         yield checks.imports()

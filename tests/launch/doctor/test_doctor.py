@@ -62,11 +62,3 @@ def test_pythons_without_wheels_are_refused(minor, state, monkeypatch):
     monkeypatch.setattr(checks, "sys", fake)
     assert checks.python().state == state
     assert sys is not fake
-
-
-def test_the_package_called_apex_that_is_not_nvidias_is_told(tmp_path, monkeypatch):
-    (tmp_path / "apex.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    _, apex = checks.accelerators()
-    assert apex.state == "bad"
-    assert "not NVIDIA's" in apex.detail
