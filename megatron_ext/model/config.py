@@ -2,7 +2,14 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from megatron_ext.config import Section
 from megatron_ext.errors import ConfigError
@@ -20,7 +27,14 @@ class ModelConfig(Section):
     kv_heads: PositiveInt | None = Field(None, json_schema_extra={"derived": "= model.heads"})
     """Key and value heads; fewer than heads is grouped-query attention."""
     ffn: PositiveInt
-    """Width of the gated feed-forward layer."""
+    """Width of the gated feed-forward layer, or of each expert."""
+    experts: NonNegativeInt = 0
+    """Experts in the place of each layer's feed-forward layer; 0 is a dense model."""
+    experts_per_token: PositiveInt = 2
+    """Experts that compute each token: those its router finds likeliest."""
+    router_balance: NonNegativeFloat = 0.01
+    """What training adds to the loss, times each layer's imbalance of experts: in each sequence
+    experts · Σ (share of the choices · mean probability), which is 1 where all are even."""
     vocab_size: PositiveInt
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     sequence_length: PositiveInt
@@ -66,5 +80,12 @@ class ModelConfig(Section):
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"model.heads={self.heads} must be a multiple of model.kv_heads={self.kv_heads}"
+            )
+        if self.experts == 1:
+            raise ConfigError("model.experts=1 leaves no choice; use 0 for a dense model")
+        if 0 < self.experts < self.experts_per_token:
+            raise ConfigError(
+                f"model.experts_per_token={self.experts_per_token} must not exceed "
+                f"model.experts={self.experts}"
             )
         return self

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import get_pg_rank
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.model import experts
 from megatron_ext.model.config import ModelConfig
 from megatron_ext.model.fp8.config import Fp8Config, core_options, refuse_what_cannot_work
 from megatron_ext.model.initialize import initialize
@@ -84,6 +85,7 @@ def transformer_config(
     """
     _refuse_what_cannot_work(model, parallel)
     refuse_what_cannot_work(fp8, model, parallel, precision)
+    experts.refuse_what_cannot_work(model, parallel, fp8)
     plain = model.implementation == "plain"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     interleaved = parallel.interleave > 1
@@ -125,8 +127,9 @@ def transformer_config(
         # The default, "full", only draws a warning that it is deprecated.
         cuda_graph_modules=[],
         **_fusions(plain),
-        **_recomputation(recompute),
+        **_recomputation(recompute, model),
         **core_options(fp8),
+        **experts.core_options(model),
     )
 
 
@@ -171,13 +174,14 @@ def _fusions(plain: bool) -> dict[str, bool]:
     }
 
 
-def _recomputation(recompute: Recompute) -> dict:
+def _recomputation(recompute: Recompute, model: ModelConfig) -> dict:
     """Selective recomputes the feed-forward layer, which holds about half of the activations.
 
     Core's default, core attention, would save nothing: fused kernels store no S × S matrix.
     """
     if recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+        module = "moe" if model.experts else "mlp"
+        return {"recompute_granularity": "selective", "recompute_modules": [module]}
     if recompute == "full":
         return {
             "recompute_granularity": "full",

@@ -26,9 +26,9 @@ def draw(name: str, model: ModelConfig, seed: int) -> torch.Tensor:
     """The initial value of one whole logical parameter: FP32, on the CPU.
 
     Norms are 1. Matrices are normal with standard deviation 0.02, and 0.02 / sqrt(2 (l + 1)) for
-    the attention output, up and down of layer l = 0, 1, …. The embedding is normal with deviation
-    1; the head has 1 / sqrt(hidden), truncated at three deviations. A tied matrix is drawn as a
-    head: as an embedding of deviation 1 it would give logits of deviation sqrt(hidden).
+    the attention output, and each up and down, of layer l = 0, 1, …. The embedding is normal with
+    deviation 1; the head has 1 / sqrt(hidden), truncated at three deviations. A tied matrix is
+    drawn as a head: as an embedding of deviation 1 it would give logits of deviation sqrt(hidden).
     """
     shape = logical_shapes(model)[name]
     if name.endswith("norm"):
@@ -60,7 +60,7 @@ def _std(name: str) -> float:
     if name == "embedding":
         return 1.0
     layer, part = re.fullmatch(r"layers\.(\d+)\.(.+)", name).groups()
-    if part in ("attention.o", "mlp.up", "mlp.down"):
+    if part == "attention.o" or part.endswith((".up", ".down")):
         return _STD / math.sqrt(2 * (int(layer) + 1))
     return _STD
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_ext.model.config import ModelConfig
     from megatron_ext.replicas import ParallelConfig
 
-Kind = Literal["matrix", "embedding", "head", "norm"]
+Kind = Literal["matrix", "router", "embedding", "head", "norm"]
 
 
 class UnknownParameterError(ValueError):
@@ -129,7 +129,8 @@ class LogicalParameter:
 def logical_shapes(config: "ModelConfig") -> dict[str, tuple[int, ...]]:
     """Shape of every logical parameter of the whole model, from the input to the output.
 
-    Matrices are [out, in], the embedding and the head [vocabulary, hidden], norms [width].
+    Matrices are [out, in], the embedding and the head [vocabulary, hidden], norms [width], a router
+    [experts, hidden].
     """
     hidden, ffn, head_dim = config.hidden, config.ffn, config.head_dim
     kv_width = config.kv_heads * head_dim
@@ -144,11 +145,17 @@ def logical_shapes(config: "ModelConfig") -> dict[str, tuple[int, ...]]:
         "attention.o": (hidden, hidden),
         "attention_post_norm": (hidden,),
         "mlp_norm": (hidden,),
-        "mlp.gate": (ffn, hidden),
-        "mlp.up": (ffn, hidden),
-        "mlp.down": (hidden, ffn),
-        "mlp_post_norm": (hidden,),
+        "router": (config.experts, hidden),
     }
+    for feed_forward in _feed_forwards(config):
+        layer |= {
+            f"{feed_forward}.gate": (ffn, hidden),
+            f"{feed_forward}.up": (ffn, hidden),
+            f"{feed_forward}.down": (hidden, ffn),
+        }
+    layer["mlp_post_norm"] = (hidden,)
+    if not config.experts:
+        del layer["router"]
     if not config.sandwich_norm:
         del layer["attention_post_norm"], layer["mlp_post_norm"]
     if not config.attention_gate:
@@ -162,6 +169,11 @@ def logical_shapes(config: "ModelConfig") -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _feed_forwards(config: "ModelConfig") -> list[str]:
+    """What is called gate, up and down in a layer: its one feed-forward layer, or its experts."""
+    return [f"experts.{index}" for index in range(config.experts)] or ["mlp"]
+
+
 def parameter_count(config: "ModelConfig") -> int:
     """Parameters of the whole model, a tied embedding once."""
     return sum(torch.Size(shape).numel() for shape in logical_shapes(config).values())
@@ -171,6 +183,8 @@ def kind_of(name: str) -> Kind:
     """Kind of a logical parameter by its global name."""
     if name in ("embedding", "head"):
         return name
+    if name.endswith(".router"):
+        return "router"
     return "norm" if name.endswith("norm") else "matrix"
 
 
@@ -233,12 +247,18 @@ def describe_parameter(name: str, config: "ModelConfig", tp: int) -> LogicalPara
     layer, rest = (match[1], match[2]) if match else ("", name)
     if rest in _LAYER_NORMS:
         return whole(f"{layer}.{_LAYER_NORMS[rest]}", axis=None)
-    if rest in _ROW_PARALLEL:
-        return whole(f"{layer}.{_ROW_PARALLEL[rest]}", axis=1)
+    if rest == "self_attention.linear_proj.weight":
+        return whole(f"{layer}.attention.o", axis=1)
     if rest == "self_attention.linear_qkv.weight":
         return LogicalParameter("matrix", 0, tp, _qkv_runs(layer, config, shapes))
-    if rest == "mlp.linear_fc1.weight":
-        return LogicalParameter("matrix", 0, tp, _gate_up_runs(layer, tp, shapes))
+    if rest == "mlp.router.weight":
+        return whole(f"{layer}.router", axis=None)
+    linear = re.fullmatch(r"mlp\.(experts\.local_experts\.\d+\.)?linear_fc([12])\.weight", rest)
+    if linear is not None:
+        feed_forward = f"{layer}.{(linear[1] or 'mlp').replace('local_experts.', '').rstrip('.')}"
+        if linear[2] == "2":
+            return whole(f"{feed_forward}.down", axis=1)
+        return LogicalParameter("matrix", 0, tp, _gate_up_runs(feed_forward, tp, shapes))
     raise UnknownParameterError(
         f"model parameter '{name}' has no description in {__name__}: its split into logical "
         "matrices is unknown"
@@ -256,10 +276,6 @@ _LAYER_NORMS = {
     "pre_mlp_layernorm.weight": "mlp_norm",
     "mlp.linear_fc1.layer_norm_weight": "mlp_norm",
     "mlp_bda.norm.weight": "mlp_post_norm",
-}
-_ROW_PARALLEL = {
-    "self_attention.linear_proj.weight": "attention.o",
-    "mlp.linear_fc2.weight": "mlp.down",
 }
 
 
@@ -298,11 +314,13 @@ def _qkv_runs(
     )
 
 
-def _gate_up_runs(layer: str, tp: int, shapes: dict[str, tuple[int, ...]]) -> tuple[Run, ...]:
+def _gate_up_runs(
+    feed_forward: str, tp: int, shapes: dict[str, tuple[int, ...]]
+) -> tuple[Run, ...]:
     """Each rank holds its part of the gate, then its part of up."""
-    rows = shapes[f"{layer}.mlp.gate"][0] // tp
+    rows = shapes[f"{feed_forward}.gate"][0] // tp
     return tuple(
-        Run(name := f"{layer}.mlp.{part}", shapes[name], rank * rows, rows)
+        Run(name := f"{feed_forward}.{part}", shapes[name], rank * rows, rows)
         for rank in range(tp)
         for part in ("gate", "up")
     )

@@ -24,18 +24,47 @@ def token_losses(
     sequence]. document: [batch, sequence], a number for each document; attention stays inside
     equal numbers.
     """
+    return _losses(weights, model, tokens, labels, document)[0]
+
+
+def objective(
+    weights: Weights,
+    model: ModelConfig,
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    document: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What training minimises: the mean of `token_losses`, and the imbalance of the experts."""
+    losses, imbalance = _losses(weights, model, tokens, labels, document)
+    return losses.mean() + model.router_balance * imbalance
+
+
+def _losses(
+    weights: Weights,
+    model: ModelConfig,
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    document: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy of each label, and the imbalance of all layers together."""
     mask = _mask(tokens, document)
     x = weights["embedding"][tokens]
+    imbalance = torch.zeros((), dtype=x.dtype)
     for index in range(model.layers):
         prefix = f"layers.{index}."
         layer = {k.removeprefix(prefix): w for k, w in weights.items() if k.startswith(prefix)}
         attended = _attention(_norm(x, layer["attention_norm"], model), layer, model, mask)
         x = x + _post_norm(attended, layer, "attention_post_norm", model)
-        fed_forward = _feed_forward(_norm(x, layer["mlp_norm"], model), layer)
+        normed = _norm(x, layer["mlp_norm"], model)
+        if model.experts:
+            fed_forward, of_layer = _experts(normed, layer, model)
+            imbalance = imbalance + of_layer
+        else:
+            fed_forward = _feed_forward(normed, layer, "mlp")
         x = x + _post_norm(fed_forward, layer, "mlp_post_norm", model)
     head = weights["embedding" if model.tie_head else "head"]
     logits = _norm(x, weights["final_norm"], model) @ head.T
-    return cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return cross_entropy(logits.transpose(1, 2), labels, reduction="none"), imbalance
 
 
 def _mask(tokens: torch.Tensor, document: torch.Tensor | None) -> torch.Tensor:
@@ -84,5 +113,21 @@ def _rotate(x: torch.Tensor, base: int) -> torch.Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def _feed_forward(x: torch.Tensor, layer: Weights) -> torch.Tensor:
-    return (silu(x @ layer["mlp.gate"].T) * (x @ layer["mlp.up"].T)) @ layer["mlp.down"].T
+def _feed_forward(x: torch.Tensor, layer: Weights, name: str) -> torch.Tensor:
+    gate, up, down = (layer[f"{name}.{part}"].T for part in ("gate", "up", "down"))
+    return (silu(x @ gate) * (x @ up)) @ down
+
+
+def _experts(
+    x: torch.Tensor, layer: Weights, model: ModelConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, from every expert on every token, and imbalance (mean over the sequences)."""
+    probabilities = (x @ layer["router"].T).softmax(-1)  # [batch, sequence, experts]
+    likeliest = probabilities.topk(model.experts_per_token).indices
+    chosen = torch.zeros_like(probabilities).scatter(-1, likeliest, 1.0)
+    output = sum(
+        (probabilities * chosen)[..., index, None] * _feed_forward(x, layer, f"experts.{index}")
+        for index in range(model.experts)
+    )
+    shares = chosen.mean(1) / model.experts_per_token
+    return output, model.experts * (shares * probabilities.mean(1)).sum(-1).mean()

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_ext.model.attention import CoreAttention
 from megatron_ext.model.config import ModelConfig
+from megatron_ext.model.experts import layer_of_experts
 from megatron_ext.model.fp8.config import Fp8Config
 from megatron_ext.model.fp8.emulation import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 from megatron_ext.model.norm import PostNormAdd, RMSNorm
@@ -31,7 +32,7 @@ def block_submodules(
         kinds = [submodules] * len(layers)
     else:
         norm = RMSNorm
-        plain = _plain_layer(ColumnParallelLinear, RowParallelLinear)
+        plain = _plain_layer(ColumnParallelLinear, RowParallelLinear, model.experts > 0)
         kinds = [plain] * len(layers)
     if fp8.emulated:
         rounding = _plain_layer(
@@ -48,7 +49,7 @@ def block_submodules(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
-def _plain_layer(column: Linear, row: Linear) -> TransformerLayerSubmodules:
+def _plain_layer(column: Linear, row: Linear, experts: bool = False) -> TransformerLayerSubmodules:
     """A layer of plain modules; `column` and `row` make its linear layers."""
     mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     return TransformerLayerSubmodules(
@@ -66,7 +67,7 @@ def _plain_layer(column: Linear, row: Linear) -> TransformerLayerSubmodules:
         ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=RMSNorm,
-        mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
+        mlp=layer_of_experts(mlp) if experts else partial(MLP.as_mlp_submodule, submodules=mlp),
         mlp_bda=get_bias_dropout_add,
     )
 

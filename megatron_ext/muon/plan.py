@@ -89,7 +89,7 @@ class StagePlan:
             else:
                 gradients += sizes[tp_rank]
         vectors = [unit for unit in self.vectors if unit.shard == dp_rank and unit.home == tp_rank]
-        weights += sum(unit.shape[0] * (self.tp - 1) for unit in vectors)
+        weights += total_numel([unit.shape for unit in vectors]) * (self.tp - 1)
         return 4 * gradients + weight_bytes * weights
 
     def padding(self) -> float:

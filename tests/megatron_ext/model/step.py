@@ -17,7 +17,7 @@ from megatron_ext import host
 from megatron_ext.model import ModelConfig, build, describe, documents, logical_shapes
 from megatron_ext.model.initialize import draw
 from megatron_ext.model.logical import Segment
-from megatron_ext.model.reference import token_losses
+from megatron_ext.model.reference import objective, token_losses
 from megatron_ext.replicas import ParallelConfig, initialize_megatron, join
 from tests.ranks import run
 
@@ -74,7 +74,7 @@ def reference_step(model: ModelConfig) -> Step:
         positions = torch.arange(model.sequence_length).repeat(len(tokens), 1)
         document = torch.searchsorted(cu_seqlens, positions, right=True)
     loss = token_losses(weights, model, tokens, labels, document).mean()
-    loss.backward()
+    objective(weights, model, tokens, labels, document).backward()
     return Step(loss.item(), {name: weight.grad for name, weight in weights.items()})
 
 

@@ -73,6 +73,60 @@ def test_more_ranks_than_key_heads(sequence_parallel, attention_gate):
     )
 
 
+EXPERTS = {
+    "two of five": {"experts": 5},
+    "one of four, unbalanced, tied, gated": {
+        "experts": 4,
+        "experts_per_token": 1,
+        "router_balance": 0.0,
+        "tie_head": True,
+        "attention_gate": True,
+    },
+    "all of three, documents": {
+        "experts": 3,
+        "experts_per_token": 3,
+        "router_balance": 10.0,
+        "document_masking": True,
+    },
+}
+OF_EXPERTS = {
+    **{name: LAYOUTS[name] for name in LAYOUTS if name != "tp 2"},
+    "tp 2, sequence, dp 2": ParallelConfig(tp=2, dp=2, sequence_parallel=True),
+    "tp 2, sequence, pp 2, dp 2": ParallelConfig(tp=2, pp=2, dp=2, sequence_parallel=True),
+}
+
+
+@pytest.mark.parametrize("layout", OF_EXPERTS)
+def test_experts_match_the_reference_on_every_layout(layout):
+    model = model_config(experts=4, router_balance=0.1)
+    check(megatron_step(model, OF_EXPERTS[layout]), model)
+
+
+@pytest.mark.parametrize("variant", EXPERTS)
+@pytest.mark.parametrize("layout", ["one process", "tp 2, sequence, pp 2, interleaved"])
+def test_variants_of_experts_match_the_reference(variant, layout):
+    model = model_config(**EXPERTS[variant])
+    check(megatron_step(model, LAYOUTS[layout]), model)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputing_experts_changes_nothing(recompute):
+    model = model_config(experts=4, router_balance=0.1)
+    layout = LAYOUTS["tp 2, sequence, pp 2, interleaved"]
+    check(megatron_step(model, layout, recompute=recompute), model)
+
+
+def test_an_expert_that_no_token_chose_has_a_gradient_of_zero():
+    model = model_config(experts=64, sequence_length=4, experts_per_token=1)
+    step = megatron_step(model, ParallelConfig(dp=2))
+    gradients = [step.gradients[f"layers.0.experts.{index}.down"] for index in range(64)]
+    idle = [not gradient.any() for gradient in gradients]
+    assert any(idle) and not all(idle)
+    expected = reference(model)
+    assert step.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert step.norm == pytest.approx(expected.norm, rel=1e-6)
+
+
 def test_tied_head_over_four_stages():
     model = model_config(tie_head=True)
     check(megatron_step(model, ParallelConfig(pp=4)), model)
