@@ -69,6 +69,8 @@ _RULES: tuple[tuple[str, Verdict, str], ...] = (
     ("model.norm_epsilon", "deliberate", "the weights were trained with the other value"),
     ("model.rope_base", "deliberate", "the weights were trained with the other value"),
     ("model.document_masking", "deliberate", "the weights were trained with the other value"),
+    ("model.experts_per_token", "deliberate", "the weights were trained with the other value"),
+    ("model.router_balance", "honoured", "from the next step on"),
     ("model.sequence_length", "deliberate", _NEW_ORDER),
     ("model.", "refused", "the weights in the checkpoint are of the other model"),
     ("fp8.format", "deliberate", "the layers compute in the other precision from here on"),

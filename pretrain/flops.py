@@ -51,12 +51,13 @@ def device_of(name: str) -> Device | None:
 def flops_per_token(model: ModelConfig) -> float:
     """FLOPs of forward and backward for one token, recomputation not counted.
 
-    6 for each weight of a matrix and of the head, and 6·layers·sequence·hidden for causal
-    attention: QKᵀ and its product with V take 2·hidden each for every pair of tokens, half of the
-    pairs are in the past, and backward takes twice as much as forward. Document masking computes
-    fewer pairs; the formula counts them all.
+    6 for each weight of the head and of the matrices that compute the token (of the experts those
+    that its router chose), and 6·layers·sequence·hidden for causal attention: QKᵀ and its product
+    with V take 2·hidden each for every pair of tokens, half of the pairs are in the past, and
+    backward takes twice as much as forward. Document masking computes fewer pairs; the formula
+    counts them all.
     """
-    weights = _matrix_weights(model) + model.vocab_size * model.hidden
+    weights = _active_weights(model) + model.vocab_size * model.hidden
     return 6 * weights + 6 * model.layers * model.sequence_length * model.hidden
 
 
@@ -68,13 +69,18 @@ def fp8_flops_per_token(model: ModelConfig, fp8: Fp8Config) -> float:
     if not fp8.enabled or fp8.emulated:
         return 0.0
     share = 1 - 2 * fp8.first_last_layers_bf16 / model.layers
-    return 6 * share * _matrix_weights(model)
+    return 6 * share * _active_weights(model)
 
 
-def _matrix_weights(model: ModelConfig) -> int:
-    """Weights of all layers' matrices."""
+def _active_weights(model: ModelConfig) -> float:
+    """Weights of all layers' matrices and routers that compute one token."""
+    active = model.experts_per_token / model.experts if model.experts else 1.0
     shapes = logical_shapes(model).items()
-    return sum(rows * rest[0] for name, (rows, *rest) in shapes if kind_of(name) == "matrix")
+    return sum(
+        rows * rest[0] * (active if ".experts." in name else 1)
+        for name, (rows, *rest) in shapes
+        if kind_of(name) in ("matrix", "router")
+    )
 
 
 def utilisation(

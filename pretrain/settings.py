@@ -11,6 +11,7 @@ from megatron_ext.config import Section
 from megatron_ext.diloco.config import OuterConfig
 from megatron_ext.diloco.published import outer_defaults
 from megatron_ext.errors import ConfigError
+from megatron_ext.model import experts
 from megatron_ext.model.accelerators import fused_gradients
 from megatron_ext.model.config import ModelConfig
 from megatron_ext.model.fp8.config import Fp8Config, refuse_what_cannot_work
@@ -100,7 +101,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
-        _check_layout(self.model, self.parallel)
+        _check_layout(self.model, self.parallel, self.fp8)
         _check_fp8(self)
         _check_pipeline(self)
         _check_batch(self)
@@ -146,8 +147,9 @@ def check_machine(config: RunConfig) -> None:
             )
 
 
-def _check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
+def _check_layout(model: ModelConfig, parallel: ParallelConfig, fp8: Fp8Config) -> None:
     tp, cp = parallel.tp, parallel.cp
+    experts.refuse_what_cannot_work(model, parallel, fp8)
     for name in ("vocab_size", "heads", "ffn"):
         _check_multiple(f"model.{name}", getattr(model, name), "parallel.tp", tp)
     if model.kv_heads % tp and tp % model.kv_heads:

@@ -1,5 +1,6 @@
 """Everything that a run needs to go on, for its checkpoints."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from megatron_ext.diloco.loop import OuterLoop
 from megatron_ext.errors import ConfigError
 from megatron_ext.model.fp8.state import DelayedScaling
 from megatron_ext.muon.optimizer import InnerOptimizer
-from pretrain.config import from_options
+from pretrain.config import fields, from_options
 from pretrain.doctor import Finding, examine, refuse
 from pretrain.order import Position
 from pretrain.samples import Samples
@@ -82,7 +83,8 @@ class RunState:
                 f"{path} holds weights only, from which no run can go on; begin a new one with "
                 f"resume.weights={path}"
             )
-        saved = counters["options"] | counters["facts"]
+        # An option that a checkpoint does not know yet had what is its default now.
+        saved = _defaults() | counters["options"] | counters["facts"]
         here = self.options | self.facts
         self.findings = examine(saved, here, self.options["resume.allow"])
         refuse(self.findings, str(path))
@@ -130,7 +132,8 @@ class RunState:
         return [torch.get_rng_state(), *(tracked[name].cpu() for name in sorted(tracked))]
 
     def _set_generators(self, rng: torch.Tensor) -> None:
-        parts = rng.split([state.numel() for state in self._generators()])
+        # Torch reads a state from where the storage begins, and so a view's from the wrong place.
+        parts = [part.clone() for part in rng.split([s.numel() for s in self._generators()])]
         torch.set_rng_state(parts[0])
         tracker = get_cuda_rng_tracker()
         names = sorted(tracker.get_states())
@@ -140,3 +143,12 @@ class RunState:
 def _rate(options: dict[str, Any], step: int) -> float:
     config = from_options(options)
     return learning_rate(step, config.train.steps, config.optimizer)
+
+
+def _defaults() -> dict[str, Any]:
+    """Every option that has a default, as JSON knows it."""
+    return {
+        name: json.loads(json.dumps(field.get_default()))
+        for name, field in fields().items()
+        if not field.is_required()
+    }

@@ -128,7 +128,10 @@ def _parameters(
         yield -1, describe_parameter(name, model, tp)
     for layer in range(model.layers):
         for name in of_layer:
-            yield layer, describe_parameter(name.replace(".0.", f".{layer}."), model, tp)
+            yield (
+                layer,
+                describe_parameter(name.replace(".layers.0.", f".layers.{layer}."), model, tp),
+            )
     for name in names[first + len(of_layer) :]:
         yield model.layers, describe_parameter(name, model, tp)
     if model.tie_head and parallel.pp > 1:
@@ -239,7 +242,14 @@ def _layer_bytes_per_token(config: RunConfig, recompute: str, on_gpu: bool) -> f
         attention += hidden * (2 * element + _FP32)
     # FC1's result; and SiLU's result, the contiguous up, and the product, unless one kernel.
     feed_forward = ffn * element * (3 if on_gpu else 5)
+    routed = 0
+    if model.experts:
+        # Each chosen expert's, with the product by its probability, unless that is in the kernel.
+        feed_forward = model.experts_per_token * ffn * element * (3 if on_gpu else 6)
+        # A copy of the token for each, on every tensor-parallel rank; and three FP32 tables of
+        # logits and probabilities beside the one of what was chosen.
+        routed = model.experts_per_token * hidden * element + (3 * _FP32 + 1) * model.experts
     if recompute == "selective":
-        feed_forward = 0
+        feed_forward = routed = 0
     shared = parallel.tp if parallel.sequence_parallel else 1
-    return whole / shared + (attention + feed_forward) / parallel.tp
+    return whole / shared + (attention + feed_forward) / parallel.tp + routed

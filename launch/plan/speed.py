@@ -108,7 +108,8 @@ def _recomputation(config: RunConfig) -> float:
         return 1.0
     recomputed = flops_per_token(model) - 6 * model.vocab_size * model.hidden
     if recompute == "selective":
-        recomputed = 6 * 3 * model.layers * model.hidden * model.ffn
+        feed_forwards = model.experts_per_token if model.experts else 1
+        recomputed = 6 * 3 * model.layers * feed_forwards * model.hidden * model.ffn
     return 1 + recomputed / 3 / flops_per_token(model)
 
 

@@ -144,6 +144,11 @@ def write(
             "model.attention_gate=true: neither of the two Hugging Face models that export knows, "
             "Qwen3 and Gemma3, has such a gate"
         )
+    if model.experts:
+        raise ConfigError(
+            f"model.experts={model.experts}: export knows Hugging Face's dense Qwen3 and Gemma3, "
+            "not a model of experts"
+        )
     _check_model(saved, model)
     _write_json(folder / "config.json", config_of(model, dtype, eod))
     shards = _Shards(folder)

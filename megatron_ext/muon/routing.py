@@ -1,5 +1,6 @@
 """Which optimizer each logical parameter gets, and why."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -88,17 +89,25 @@ def _apply(rule: Rule, found: Route) -> Route:
 
 
 def fold[Value](table: Mapping[str, Value]) -> dict[str, Value]:
-    """A table by logical name with equal entries of layers as one: "layers.0-3,5.mlp.up"."""
-    layers: dict[tuple[str, Value], list[int]] = {}
+    """A table by logical name with equal entries of layers, and of experts, as one.
+
+    Like "layers.0-3,5.mlp.up" and "layers.0-3.experts.0-7.up".
+    """
+    return _fold_indices(_fold_indices(table, "experts"), "layers")
+
+
+def _fold_indices[Value](table: Mapping[str, Value], word: str) -> dict[str, Value]:
+    """As one the equal entries whose names differ only in the number behind a word."""
+    alike: dict[tuple[str, str, Value], list[int]] = {}
     for name, value in table.items():
-        first, *rest = name.split(".", 2)
-        if first == "layers":
-            layers.setdefault((rest[1], value), []).append(int(rest[0]))
-        else:
-            layers[name, value] = []
+        match = re.fullmatch(rf"(.*\b{word}\.)(\d+)(\..+)", name)
+        before, index, after = match.groups() if match else (name, None, "")
+        indices = alike.setdefault((before, after, value), [])
+        if index is not None:
+            indices.append(int(index))
     return {
-        f"layers.{ranges(indices)}.{name}" if indices else name: value
-        for (name, value), indices in layers.items()
+        f"{before}{ranges(indices)}{after}": value
+        for (before, after, value), indices in alike.items()
     }
 
 

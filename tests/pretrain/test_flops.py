@@ -38,6 +38,13 @@ def test_flops_equal_a_count_of_every_product(kv_heads, tie_head):
     assert flops_per_token(model) * sequence == pytest.approx(3 * forward)
 
 
+def test_flops_of_experts_count_those_that_compute_a_token_and_the_router():
+    dense, experts = model_of(), model_of(experts=16, experts_per_token=3)
+    feed_forward, router = 3 * dense.ffn * dense.hidden, 16 * dense.hidden
+    more = 6 * dense.layers * (2 * feed_forward + router)
+    assert flops_per_token(experts) == pytest.approx(flops_per_token(dense) + more)
+
+
 def test_flops_of_15b_are_about_six_a_parameter():
     model = load("15b").config.model
     parameters = (

@@ -1,14 +1,19 @@
 """A run that was stopped and resumed is the run that was not."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ext.checkpoint.saved import Saved
 from megatron_ext.errors import ConfigError
+from pretrain.config import load
+from pretrain.session import open_session
 from tests.pretrain.corpus import write_corpus
-from tests.pretrain.runs import lines, losses, train
+from tests.pretrain.runs import SMALL, lines, losses, train
+from tests.ranks import run
 
 STEPS = 10
 INTERVAL = 4
@@ -78,6 +83,17 @@ def test_primal_averaging_resumes_bit_for_bit(blend, tmp_path):
     assert saved.global_folder == ("replica-0", "average")
 
 
+def test_experts_on_tensor_and_data_parallel_ranks_resume_bit_for_bit(blend, tmp_path):
+    layout = {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__dp": 2}
+    layout["model__experts"] = 3
+    check_straight_equals_stopped(blend, tmp_path, [3], train__overlap=True, **layout)
+
+
+def test_sequence_parallelism_resumes_bit_for_bit_instead_of_crashing(blend, tmp_path):
+    layout = {"parallel__tp": 2, "parallel__sequence_parallel": True}
+    check_straight_equals_stopped(blend, tmp_path, [3], **layout)
+
+
 @pytest.mark.slow
 def test_pipeline_stages_and_overlap_resume_bit_for_bit(blend, tmp_path):
     options = {"parallel__pp": 2, "parallel__interleave": 2, "parallel__dp": 2}
@@ -110,6 +126,23 @@ def test_options_that_changed_are_told_and_recorded(blend, tmp_path, capfd):
     said = capfd.readouterr().out
     assert re.search(r"checkpoint +requested +effective +because", said)
     assert re.search(r"optimizer.lr +0.02 +0.01 +0.01 +from the next step on", said)
+
+
+def _accept_without(rank: int, overrides: list[str], unknown: str) -> list:
+    with open_session(load("demo", overrides)) as session:
+        counters = json.loads(json.dumps(session.state.counters()))
+        options = counters["options"]
+        counters["options"] = {n: v for n, v in options.items() if not n.startswith(unknown)}
+        assert counters["options"] != options
+        session.state.accept(counters, Path("older"))
+        return session.state.findings
+
+
+@pytest.mark.parametrize("unknown", ["model.experts", "optimizer.rules"])
+def test_an_option_that_a_checkpoint_does_not_know_yet_had_its_default(blend, tmp_path, unknown):
+    values = SMALL | {"data.blend": blend, "run.dir": tmp_path}
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    assert run(_accept_without, 1, overrides, unknown) == [[]]
 
 
 def test_a_model_that_computes_otherwise_is_refused_though_its_shapes_fit(blend, tmp_path):

@@ -97,6 +97,8 @@ def measure(rank: int, overrides: list[str]) -> dict:
         {"outer.interval": 1, "parallel.dp": 2, "optimizer.name": "adamw"},
         {"outer.interval": 1, "parallel.pp": 2, "model.tie_head": "true"},
         {"outer.interval": 0, "parallel.pp": 2, "parallel.interleave": 2},
+        {"outer.interval": 0, "parallel.tp": 2, "parallel.sequence_parallel": "true"}
+        | {"model.experts": 3, "parallel.dp": 2},
     ],
     ids=lambda layout: " ".join(f"{k.split('.')[1]}={v}" for k, v in layout.items()),
 )
@@ -154,6 +156,10 @@ def keep(rank: int, overrides: list[str]) -> int:
         {"train.precision": "bf16", "train.recompute": "selective"},
         {"train.precision": "bf16", "parallel.tp": 2},
         {"train.precision": "bf16", "parallel.tp": 2, "parallel.sequence_parallel": "true"},
+        {"model.experts": 8},
+        {"train.precision": "bf16", "model.experts": 16, "train.recompute": "selective"},
+        {"train.precision": "bf16", "model.experts": 8, "model.experts_per_token": 3}
+        | {"parallel.tp": 2, "parallel.sequence_parallel": "true"},
     ],
     ids=lambda options: " ".join(f"{k.split('.')[1]}={v}" for k, v in options.items()) or "fp32",
 )

@@ -124,6 +124,14 @@ def test_a_gated_model_is_refused_because_no_model_of_theirs_has_the_gate(tmp_pa
         huggingface.write(saved, _model(attention_gate=True), tmp_path, torch.float32)
 
 
+def test_a_model_of_experts_is_refused_because_export_knows_dense_ones(tmp_path):
+    model = _model(experts=2)
+    run(_save, 1, tmp_path, model, ParallelConfig())
+    saved = Saved(tmp_path / "step-00000001")
+    with pytest.raises(ConfigError, match=r"model\.experts=2: export knows"):
+        huggingface.write(saved, model, tmp_path, torch.float32)
+
+
 def test_an_export_never_replaces_or_leaves_half_of_a_folder(tmp_path):
     (tmp_path / "there").mkdir()
     with (

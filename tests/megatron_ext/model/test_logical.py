@@ -1,16 +1,11 @@
 """Segments of all tensor-parallel ranks tile every logical matrix and every rank's parameter."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megatron_ext import host
 from megatron_ext.model import ModelConfig, build, describe, logical_shapes, skeleton
@@ -55,6 +50,7 @@ def layouts(draw) -> tuple[ModelConfig, int]:
         attention_gate=attention_gate,
         sandwich_norm=draw(st.booleans()),
         tie_head=draw(st.booleans()),
+        experts=draw(st.sampled_from([0, 2, 3])),
     )
     return model, tp
 
@@ -78,15 +74,16 @@ def test_segments_tile_every_parameter_exactly_once(layout):
 
 
 def test_replicated_parameters_are_the_same_on_every_rank():
-    for logical in described(model_config(), tp=4):
+    for logical in described(model_config(experts=2), tp=4):
         if logical.replicated:
-            assert logical.kind == "norm"
+            assert logical.kind in ("norm", "router")
             assert logical.segments_of(0) == logical.segments_of(3)
 
 
 def test_kinds_follow_the_names():
-    kinds = {name: kind_of(name) for name in logical_shapes(model_config(layers=1))}
+    kinds = {name: kind_of(name) for name in logical_shapes(model_config(layers=1, experts=2))}
     assert kinds["embedding"] == "embedding"
+    assert kinds["layers.0.router"] == "router"
     assert kinds["head"] == "head"
     matrices = {name.split(".")[-1] for name, kind in kinds.items() if kind == "matrix"}
     assert matrices == {"q", "k", "v", "o", "gate", "up", "down"}
@@ -110,26 +107,6 @@ def test_a_parameter_of_unknown_split_is_refused_by_name():
     layer.linear_gate = torch.nn.Linear(4, 4, bias=False, device="meta")
     with pytest.raises(UnknownParameterError, match=r"layers\.1\.self_attention\.linear_gate"):
         describe([built], model, ParallelConfig())
-
-
-def _describe_experts(rank: int) -> str:
-    """What is said of a layer with real experts."""
-    model = model_config()
-    with join(ParallelConfig(), timeout_seconds=30):
-        initialize_megatron(ParallelConfig(), 1)
-        (chunk,) = build(model, ParallelConfig(), precision="fp32", recompute="none", seed=1)
-        config = replace(chunk.config, num_moe_experts=2, moe_ffn_hidden_size=model.ffn)
-        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        chunk.decoder.layers[1].mlp = SequentialMLP(2, config, linear, pg_collection=groups)
-        with pytest.raises(UnknownParameterError) as caught:
-            describe([chunk], model, ParallelConfig())
-        return str(caught.value)
-
-
-def test_experts_are_refused_by_name_because_their_groups_are_not_planned():
-    (message,) = run(_describe_experts, 1)
-    assert "layers.1.mlp.local_experts.0.linear_fc1.weight" in message
 
 
 def test_a_fused_weight_of_another_shape_is_refused_by_name():

@@ -197,6 +197,35 @@ def test_the_update_is_that_of_whole_matrices_on_the_whole_grid(layout):
     check_agreement(layout)
 
 
+OF_EXPERTS = [
+    (OptimizerConfig(lr=LR, weight_decay=0.1, clip=0.0, arithmetic="fp32"), changed)
+    for changed in (
+        MODEL.model_copy(update={"experts": 3}),
+        MODEL.model_copy(update={"experts": 4, "experts_per_token": 1, "tie_head": True}),
+    )
+]
+LAYOUTS_OF_EXPERTS = [
+    {"dp": 2},
+    {"pp": 2},
+    {"tp": 2, "sequence_parallel": True},
+    {"tp": 2, "dp": 2, "sequence_parallel": True},
+    {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_EXPERTS, ids=str)
+def test_each_matrix_of_each_expert_is_orthogonalised_by_itself(layout):
+    for one, many in zip(_experts_of_one_process(), check(layout, *OF_EXPERTS), strict=True):
+        for name in one:
+            if kind_of(name) == "matrix":
+                assert torch.equal(one[name], many[name]), name
+
+
+@cache
+def _experts_of_one_process() -> list[dict[str, torch.Tensor]]:
+    return check({}, *OF_EXPERTS)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -27,6 +27,23 @@ def test_matrices_of_layers_go_to_muon_and_all_else_to_adamw():
     }
 
 
+def test_each_expert_has_matrices_of_its_own_and_the_router_goes_to_adamw():
+    model = MODEL.model_copy(update={"experts": 3})
+    found = routes(Rule(match="*.experts.1.down", lr_factor=0.5), model=model)
+    expert = {f"layers.2.experts.{index}.{part}" for index in range(3) for part in ("gate", "up")}
+    assert {found[name].optimizer for name in expert} == {"muon"}
+    assert (found["layers.2.router"].optimizer, found["layers.2.router"].reason) == (
+        "adamw",
+        "router",
+    )
+    assert found["layers.2.experts.1.down"].lr_factor == 0.5
+    assert "layers.2.mlp.up" not in found
+    folded = fold({name: route.lr_factor for name, route in found.items()})
+    assert folded["layers.0-3.experts.0,2.down"] == 1.0
+    assert folded["layers.0-3.experts.1.down"] == 0.5
+    assert folded["layers.0-3.experts.0-2.up"] == 1.0
+
+
 def test_a_matrix_of_one_row_goes_to_adamw():
     narrow = ModelConfig(
         layers=1, hidden=4, heads=2, kv_heads=1, ffn=1, vocab_size=8, sequence_length=4
@@ -48,10 +65,10 @@ def test_the_last_rule_that_matches_decides_and_is_the_reason():
     assert v.reason == "rule layers.2.*, rule *.attention.v"
 
 
-@pytest.mark.parametrize("name", ["embedding", "head", "final_norm", "*.q_norm"])
+@pytest.mark.parametrize("name", ["embedding", "head", "final_norm", "*.q_norm", "*.router"])
 def test_muon_is_refused_for_what_is_no_matrix_of_a_layer(name):
     with pytest.raises(ConfigError, match="which is for matrices inside layers"):
-        routes(Rule(match=name, optimizer="muon"))
+        routes(Rule(match=name, optimizer="muon"), model=MODEL.model_copy(update={"experts": 2}))
 
 
 def test_a_rule_that_matches_nothing_is_refused():
