@@ -188,6 +188,17 @@ def test_wrong_option_is_one_line_with_what_is_allowed(override, hint):
             ["parallel.tp=2", "parallel.sequence_parallel=true", "model.sequence_length=127"],
             "model.sequence_length=127 must be a multiple of parallel.tp=2",
         ),
+        (["model.experts=1"], "leaves no choice; use 0 for a dense model"),
+        (["model.experts=3", "model.experts_per_token=4"], "must not exceed model.experts=3"),
+        (["model.experts=4", "parallel.tp=2"], "needs parallel.sequence_parallel=true"),
+        (
+            ["model.experts=4", "fp8.format=e4m3", "fp8.backend=emulate"],
+            "experts are not computed in FP8 here; use fp8.format=none",
+        ),
+        (
+            ["model.experts=4", "model.implementation=transformer_engine"],
+            "experts are plain here; use model.implementation=plain",
+        ),
         (["parallel.replicas=3"], "train.global_batch=32 must be a multiple of"),
         (["parallel.replicas=2", "outer.interval=0"], "use parallel.dp"),
         (
