@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -77,6 +78,8 @@ def process(*arguments: object, **environment: str) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell's background job would ignore Ctrl-C, and its children too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
