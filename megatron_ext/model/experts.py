@@ -3,7 +3,8 @@
 Each token goes to the `experts_per_token` experts that its router finds likeliest, whose outputs
 are added, weighted by their probabilities among all experts (Switch Transformer, arXiv 2101.03961;
 OLMoE, arXiv 2409.02060). No token is dropped. Every rank holds its slice of every expert, like that
-of a dense layer, so a matrix of an expert has the same groups as any other.
+of a dense layer, so a matrix of an expert has the same groups as any other; there is no expert
+parallelism.
 """
 
 from collections.abc import Callable
