@@ -69,6 +69,33 @@ def test_15b_sends_at_most_twice_the_fp32_bytes_of_a_ranks_share(weight_bytes):
         assert max(sent) <= 2 * 4 * share
 
 
+def test_experts_of_a_wide_model_have_homes_of_their_own_that_share_the_work():
+    model = load("15b").config.model.model_copy(update={"layers": 16, "experts": 8, "ffn": 3072})
+    (plan,) = plans(model, OptimizerConfig(lr=0.1), tp=4, pp=1, dp=8)
+    homes = [unit.name for unit in plan.matrices]
+    assert sorted(homes) == sorted(n for n in logical_shapes(model) if kind_of(n) == "matrix")
+    assert sum(".experts." in name for name in homes) == 16 * 8 * 3
+    work = [flops for ranks in plan.flops() for flops in ranks]
+    assert max(work) <= 1.1 * mean(work)
+    assert plan.padding() <= 1.1
+
+
+def test_a_router_travels_whole_to_the_other_tensor_parallel_ranks():
+    small = ModelConfig(
+        layers=1, hidden=64, heads=4, ffn=96, vocab_size=64, sequence_length=8, experts=4
+    )
+    (plan,) = plans(small, OptimizerConfig(lr=0.1), tp=2, pp=1, dp=1)
+    sent_gradients, sent_weights = 0, 0
+    for rank in range(2):
+        sent_gradients += plan.exchange_bytes(rank, 0, weight_bytes=0)
+        sent_weights += plan.exchange_bytes(rank, 0, weight_bytes=2)
+    shapes = logical_shapes(small)
+    matrices = sum(math.prod(s) for n, s in shapes.items() if kind_of(n) == "matrix")
+    replicated = sum(math.prod(s) for n, s in shapes.items() if kind_of(n) in ("norm", "router"))
+    assert sent_gradients == 4 * matrices / 2
+    assert sent_weights - sent_gradients == 2 * (matrices / 2 + replicated)
+
+
 @pytest.mark.parametrize(
     ("tp", "dp"), [(1, 1), (4, 1), (1, 7), (4, 3), (4, 64)], ids=lambda size: str(size)
 )
