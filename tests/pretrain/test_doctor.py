@@ -95,4 +95,5 @@ def test_every_option_falls_under_a_rule():
     names = {found.name for found in examine(SAVED, everything, [])}
     unsaid = {"run", "checkpoint", "resume", "validation"}
     left_out = {key for key in fields() if key.split(".")[0] not in unsaid} - names
-    assert left_out == {"data.blend", "data.cache", "train.stop_at", "train.log_every"}
+    placed = {"data.blend", "data.cache", "train.stop_at", "train.log_every"}
+    assert left_out == placed | {"train.fused_gradients"}

@@ -66,7 +66,15 @@ def digest(tensors: list[torch.Tensor]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("count", "layout"), [(4, {}), (2, {"tp": 2}), (2, {"pp": 2}), (3, {"dp": 2})], ids=str
+    ("count", "layout"),
+    [
+        (2, {"tp": 2}),
+        *(
+            pytest.param(count, layout, marks=pytest.mark.slow)
+            for count, layout in [(4, {}), (2, {"pp": 2}), (3, {"dp": 2})]
+        ),
+    ],
+    ids=str,
 )
 def test_replicas_hold_the_same_bits_after_every_outer_step(count, layout):
     parallel = ParallelConfig(replicas=count, **layout)

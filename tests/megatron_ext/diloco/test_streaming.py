@@ -58,7 +58,13 @@ def test_every_outer_optimizer(layout):
 
 
 @pytest.mark.parametrize(
-    ("count", "layout"), [*((2, layout) for layout in LAYOUTS), (4, {})], ids=str
+    ("count", "layout"),
+    [
+        *((2, layout) for layout in LAYOUTS[:2]),
+        *(pytest.param(2, layout, marks=pytest.mark.slow) for layout in LAYOUTS[2:]),
+        pytest.param(4, {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_what_codecs_leave_does_not_depend_on_the_layout(count, layout):
     """But for a few values in the middle between two codes, where the last bit decides.
