@@ -252,7 +252,7 @@ def build_inner(config: RunConfig, routes: dict) -> InnerOptimizer:
         recompute=train.recompute,
         seed=train.seed,
         fp8=config.fp8,
-        fused_gradients=fused_gradients(train.fused_gradients, model.implementation),
+        fused_gradients=fused_gradients(train.fused_gradients),
     )
     logical = describe(chunks, model, config.parallel)
     stage = Stage(chunks, logical, routes, chunks[0].config, overlap=train.overlap)

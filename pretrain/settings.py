@@ -127,7 +127,7 @@ class RunConfig(Section):
 
 def check_machine(config: RunConfig) -> None:
     """Refuse what this machine cannot run; the configuration itself may be right elsewhere."""
-    fused_gradients(config.train.fused_gradients, config.model.implementation)
+    fused_gradients(config.train.fused_gradients)
     if config.model.implementation != "transformer_engine":
         return
     option = "model.implementation=transformer_engine"

@@ -50,13 +50,13 @@ def apex() -> Finding:
     """Whether NVIDIA's apex is there with its extensions, and not the package of the same name."""
     spec = importlib.util.find_spec("apex")
     if spec is None and version_of("apex") is None:
-        lost = f"no train.fused_gradients in plain layers; {_APEX_SOURCE}, as {_APEX_NAMESAKE}"
+        lost = f"no train.fused_gradients; {_APEX_SOURCE}, as {_APEX_NAMESAKE}"
         return Finding("apex", "missing", "is not installed", lost)
     if spec is None or not _is_nvidias(spec):
         remedy = f"pip uninstall apex: {_APEX_NAMESAKE}; {_APEX_SOURCE}"
         return Finding("apex", "bad", "what is installed is not NVIDIA's", remedy)
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
-        lost = f"no train.fused_gradients in plain layers; {_APEX_SOURCE}"
+        lost = f"no train.fused_gradients; {_APEX_SOURCE}"
         return Finding("apex", "missing", "NVIDIA's, built without its extensions", lost)
     return Finding("apex", "ok", "NVIDIA's")
 

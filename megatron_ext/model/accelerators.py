@@ -4,29 +4,25 @@ AdamW needs none of them: torch's own kernel is fused and steps all tensors of a
 """
 
 import importlib.util
-from typing import Literal
 
 import torch
 
 from megatron_ext.errors import ConfigError
 
+_EXTENSION = "fused_weight_gradient_mlp_cuda"
 
-def fused_gradients(
-    asked: bool | None, implementation: Literal["plain", "transformer_engine"]
-) -> bool:
+
+def fused_gradients(asked: bool | None) -> bool:
     """Whether weight gradients are added straight into the FP32 buffer, as part of the product.
 
-    Transformer Engine's layers can; plain ones need apex's extension. `asked`: None takes it where
-    it is. Raises ConfigError where it was asked for and is missing.
+    It takes apex's extension also under Transformer Engine's layers, which could do without: the
+    head is megatron-core's own layer. `asked`: None takes it where it is. Raises ConfigError where
+    it was asked for and is missing.
     """
-    there = torch.cuda.is_available() and (
-        implementation == "transformer_engine"
-        or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    )
+    there = torch.cuda.is_available() and importlib.util.find_spec(_EXTENSION) is not None
     if asked and not there:
         raise ConfigError(
-            "train.fused_gradients=true needs a GPU and apex's extension "
-            "fused_weight_gradient_mlp_cuda (NVIDIA's apex, built with --cpp_ext --cuda_ext), or "
-            "model.implementation=transformer_engine; leave it out to go without"
+            f"train.fused_gradients=true needs a GPU and apex's extension {_EXTENSION} (NVIDIA's "
+            "apex, built with --cpp_ext --cuda_ext); leave it out to go without"
         )
     return there if asked is None else asked

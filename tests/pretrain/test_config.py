@@ -1,11 +1,13 @@
 """What a recipe and overrides become, and how a wrong one is refused."""
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.model.accelerators import fused_gradients
 from pretrain.config import RECIPES, check_machine, fields, load, method_names, recipe_names, write
 from pretrain.yaml_subset import dump, parse
 
@@ -265,6 +267,12 @@ def test_resume_alone_is_short_for_its_checkpoint(tmp_path):
     assert resolved.origins["resume.checkpoint"] == "command line"
     with pytest.raises(ConfigError, match=r"resume\.weights=b with resume\.checkpoint=runs/a"):
         load(recipe, ["data.blend=a", "resume=runs/a", "resume.weights=b"])
+
+
+def test_fused_gradients_stay_off_without_apex_on_a_gpu_whose_layers_could_do_without(monkeypatch):
+    """Megatron-core's head would refuse them at the start of every such run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert fused_gradients(None) is False
 
 
 def test_fused_gradients_are_refused_by_name_where_they_are_missing():
