@@ -116,19 +116,15 @@ def assemble(
 
     `advance` is told the bytes written. Raises DataError where a part is not what its receipt says.
     """
-    base = work.path / "assembled" / target.prefix
-    done = base.with_name(base.name + ".json")
-    if done.exists():
-        return Output(**files.read_json(done))
-    base.parent.mkdir(parents=True, exist_ok=True)
-    bin_path, idx_path = (base.with_name(base.name + suffix) for suffix in (".bin", ".idx"))
+    if output := begin(work, target.prefix):
+        return output
     folders = [work.unit_folder(piece.unit) for piece in target.pieces]
     parts = [
         Part(folder / f"{target.split}.bin", p.bytes, p.tokens, p.sha256, p.below)
         for folder, p in zip(folders, target.pieces, strict=True)
     ]
     remedy = "delete its folder and run the same command again"
-    sha256 = append(parts, bin_path, advance, remedy)
+    sha256 = append(parts, path_of(work, target.prefix, ".bin"), advance, remedy)
 
     def lengths() -> Iterator[np.ndarray]:
         for piece, folder in zip(target.pieces, folders, strict=True):
@@ -137,21 +133,52 @@ def assemble(
                 found = found[sampling.kept_of(folder, target.split, piece.below)]
             yield found
 
-    indexed.write_index(idx_path, dtype, lengths, target.documents)
+    return finish(work, target.prefix, target.split, dtype, lengths, target.documents, sha256)
+
+
+def path_of(work: WorkFolder, prefix: str, suffix: str) -> Path:
+    """Where a file of the output `prefix` lies until it is published."""
+    return work.path / "assembled" / f"{prefix}{suffix}"
+
+
+def begin(work: WorkFolder, prefix: str) -> Output | None:
+    """The output, if it is made already; else its folder is there afterwards."""
+    done = path_of(work, prefix, ".json")
+    if done.exists():
+        return Output(**files.read_json(done))
+    done.parent.mkdir(parents=True, exist_ok=True)
+    return None
+
+
+def finish(
+    work: WorkFolder,
+    prefix: str,
+    split: str,
+    dtype: np.dtype,
+    lengths: Callable[[], Iterator[np.ndarray]],
+    documents: int,
+    sha256: str,
+) -> Output:
+    """Write the index of a binary whose tokens are there, and note that the output is made.
+
+    `lengths` gives those of its `documents`, `sha256` is the binary's.
+    """
+    bin_path, idx_path = (path_of(work, prefix, suffix) for suffix in (".bin", ".idx"))
+    indexed.write_index(idx_path, dtype, lengths, documents)
     for path in (bin_path, idx_path):
         files.sync_file(path)
     output = Output(
-        prefix=target.prefix,
-        split=target.split,
-        documents=target.documents,
-        tokens=target.tokens,
+        prefix=prefix,
+        split=split,
+        documents=documents,
+        tokens=bin_path.stat().st_size // dtype.itemsize,
         dtype=dtype.name,
         bytes=bin_path.stat().st_size,
         sha256=sha256,
         index_bytes=idx_path.stat().st_size,
         index_sha256=files.sha256_of(idx_path),
     )
-    files.write_json(done, asdict(output))
+    files.write_json(path_of(work, prefix, ".json"), asdict(output))
     return output
 
 

@@ -6,12 +6,12 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from data_prep import assemble, files, indexed, outputs
+from data_prep import assemble, files, outputs
 from data_prep.errors import DataError, UsageError
 from data_prep.indexed import IndexedFile
 from data_prep.plan import differences
@@ -254,12 +254,9 @@ class _Merge:
         )
 
     def _join(self, group: list[Slice], prefix: str, split: str) -> assemble.Output:
-        base = self.work.path / "assembled" / prefix
-        base.parent.mkdir(parents=True, exist_ok=True)
-        done = base.with_name(base.name + ".json")
-        if done.exists():
-            return assemble.Output(**files.read_json(done))
-        bin_path, idx_path = (base.with_name(base.name + suffix) for suffix in (".bin", ".idx"))
+        if output := assemble.begin(self.work, prefix):
+            return output
+        bin_path = assemble.path_of(self.work, prefix, ".bin")
         whole = self._whole_files(group) if self.consume else None
         if whole:
             remedy = "make that output again"
@@ -274,22 +271,7 @@ class _Merge:
 
         documents = sum(piece.documents for piece in group)
         dtype = opened[group[0].path].dtype
-        indexed.write_index(idx_path, dtype, lengths, documents)
-        for path in (bin_path, idx_path):
-            files.sync_file(path)
-        output = assemble.Output(
-            prefix=prefix,
-            split=split,
-            documents=documents,
-            tokens=bin_path.stat().st_size // dtype.itemsize,
-            dtype=dtype.name,
-            bytes=bin_path.stat().st_size,
-            sha256=sha256,
-            index_bytes=idx_path.stat().st_size,
-            index_sha256=files.sha256_of(idx_path),
-        )
-        files.write_json(done, asdict(output))
-        return output
+        return assemble.finish(self.work, prefix, split, dtype, lengths, documents, sha256)
 
     def _whole_files(self, group: list[Slice]) -> list[assemble.Part] | None:
         """The files that `group` is made of, in order; None where it takes only part of one."""

@@ -31,7 +31,7 @@ class TrainConfig(Section):
     overlap: bool = False
     """Overlap gradient reduction and parameter gather with computation."""
     fused_gradients: bool | None = Field(None, json_schema_extra={"derived": "where it is there"})
-    """Add weight gradients into the FP32 buffer within the product, by apex's extension on a GPU."""
+    """Add weight gradients into the FP32 buffer within the product: apex's extension on a GPU."""
     log_every: PositiveInt = 1
     """Inner steps between lines of metrics.jsonl."""
     stop_at: PositiveInt | None = None
