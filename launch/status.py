@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
 def status_of(run_dir: Path) -> Status:
     """Read the status from a run's folder."""
     folder = RunFolder(run_dir)
-    last = _last(folder.records("metrics")) or {}
+    last = folder.last("metrics") or {}
     age = time.time() - (run_dir / "metrics.jsonl").stat().st_mtime if last else None
     return Status(
         step=last.get("step", 0),
@@ -78,13 +78,9 @@ def status_of(run_dir: Path) -> Status:
         tokens_per_second=last.get("tokens_per_second"),
         seconds_since=age,
         checkpoint=read_latest(run_dir / "checkpoints"),
-        event=_last(folder.records("events")),
+        event=folder.last("events"),
         failure=_failure(run_dir / "slurm"),
     )
-
-
-def _last(records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    return records[-1] if records else None
 
 
 def _failure(folder: Path) -> Failure | None:

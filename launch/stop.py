@@ -110,8 +110,7 @@ def _why_not(
 
 def _saved_at_the_end(folder: RunFolder, process: Running) -> str:
     """The name of the checkpoint that the run ended with. Raises StackError if there is none."""
-    events = folder.records("events")
-    end = events[-1] if events else {}
+    end = folder.last("events") or {}
     latest = read_latest(folder.path / "checkpoints")
     if end.get("event") != "end" or end["time"] < process.since:
         reason = "its first process was killed"
@@ -154,5 +153,5 @@ def _end_at_once(folder: Path, process: Running) -> None:
 
 
 def _last_step(folder: RunFolder) -> int:
-    records = folder.records("metrics")
-    return records[-1]["step"] if records else 0
+    last = folder.last("metrics")
+    return last["step"] if last else 0

@@ -1,11 +1,15 @@
 """What a run has written down so far, read from its folder, also while it goes on."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import ConfigError, DataError
 from pretrain import yaml_subset
+
+# More than a line takes.
+_TAIL_BYTES = 1 << 14
 
 
 class RunFolder:
@@ -31,14 +35,35 @@ class RunFolder:
             return []
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         # The run may be writing the last one.
-        return [_record(path, n, line) for n, line in enumerate(lines, 1) if line.endswith("\n")]
+        return [
+            _record(f"{path}:{number}", line)
+            for number, line in enumerate(lines, 1)
+            if line.endswith("\n")
+        ]
+
+    def last(self, name: str) -> dict[str, Any] | None:
+        """The last whole line of `name`.jsonl, without reading what stands before it."""
+        path = self.path / f"{name}.jsonl"
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            tail, length = b"", _TAIL_BYTES
+            # Two ends of lines enclose the last whole one, unless it is the first.
+            while tail.count(b"\n") < 2 and len(tail) < size:
+                file.seek(-min(length, size), os.SEEK_END)
+                tail, length = file.read(min(length, size)), 2 * length
+        whole = tail.splitlines(keepends=True)
+        if whole and not whole[-1].endswith(b"\n"):
+            whole.pop()
+        return _record(str(path), whole[-1].decode()) if whole else None
 
 
-def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+def _record(place: str, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError:
         record = None
     if not isinstance(record, dict):
-        raise DataError(f"{path}:{number}: not a JSON object: {line.strip()[:60]!r}")
+        raise DataError(f"{place}: not a JSON object: {line.strip()[:60]!r}")
     return record

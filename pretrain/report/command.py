@@ -1,6 +1,7 @@
 """`python -m pretrain report RUN…`: one HTML page with the runs' curves, tables and options."""
 
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def write(runs: list[Path], output: Path) -> None:
 def _page(folders: list[RunFolder]) -> str:
     options = [dict(flatten(folder.config())) for folder in folders]
     both = list(zip(folders, options, strict=True))
-    curves = draw([(folder.records, _tokens(values)) for folder, values in both])
+    curves = draw([cache(folder.records) for folder in folders])
     names = [str(folder.path) for folder in folders]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
@@ -71,11 +72,6 @@ def _rows(columns: list[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
     """(name, its value in each column) of every name, in the order in which they come up."""
     names = dict.fromkeys(name for column in columns for name in column)
     return [(name, [column.get(name, "–") for column in columns]) for name in names]
-
-
-def _tokens(options: dict[str, Any]) -> int:
-    """Tokens of a step."""
-    return options["train.global_batch"] * options["model.sequence_length"]
 
 
 def _summary(folder: RunFolder, options: dict[str, Any]) -> dict[str, str]:

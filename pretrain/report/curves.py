@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -65,24 +66,25 @@ CURVES = (
 )
 
 
-def draw(runs: Sequence[tuple[Callable[[str], list[Record]], float]]) -> Iterable[tuple[str, str]]:
-    """(title, SVG) of each curve that some run has.
-
-    `runs`: for each its records by file name, and the tokens of a step.
-    """
+def draw(runs: Sequence[Callable[[str], list[Record]]]) -> Iterable[tuple[str, str]]:
+    """(title, SVG) of each curve that some run has. `runs`: for each its records by file name."""
     for curve in CURVES:
-        series = [_series(curve, records(curve.file), tokens) for records, tokens in runs]
+        series = [_series(curve, records(curve.file), records("metrics")) for records in runs]
         # Zero throughout says that the run has no such thing, as no error feedback.
         if any(any(values) for _, values in series):
             yield curve.title, _figure(curve, series)
 
 
 def _series(
-    curve: Curve, records: list[Record], tokens_per_step: float
+    curve: Curve, records: list[Record], metrics: list[Record]
 ) -> tuple[list[float], list[float]]:
-    found = [(record["step"] * tokens_per_step, curve.value(record)) for record in records]
-    found = [(tokens, value) for tokens, value in found if value is not None]
-    tokens, values = [x for x, _ in found], [y for _, y in found]
+    """Tokens trained on, and values. Rounds know their step alone, and a step's tokens may change
+    at a resume; so the tokens are those that metrics have at the step."""
+    found = [(record["step"], curve.value(record)) for record in records]
+    found = [(step, value) for step, value in found if value is not None]
+    steps, values = [step for step, _ in found], [value for _, value in found]
+    known = {0: 0} | {record["step"]: record["tokens"] for record in metrics}
+    tokens = np.interp(steps, list(known), list(known.values())).tolist()
     return tokens, list(itertools.accumulate(values)) if curve.total else values
 
 

@@ -1,11 +1,14 @@
 """`python -m pretrain report` on real runs, and on folders that are none."""
 
+import json
 import re
 from html.parser import HTMLParser
 
 import pytest
 
 import pretrain.__main__ as pretrain
+from pretrain.report import curves
+from pretrain.run_folder import RunFolder
 from tests.pretrain.corpus import write_corpus
 from tests.pretrain.runs import lines, train
 
@@ -112,3 +115,30 @@ def test_half_a_line_that_a_run_is_writing_is_left_out(runs, tmp_path):
     assert pretrain.main(["report", str(tmp_path)]) == 0
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert ["steps", "4 of 4"] in page.rows
+
+
+def test_tokens_are_those_that_were_trained_on_when_the_batch_changed():
+    """A round knows its step alone."""
+    tokens = {1: 10, 2: 20, 3: 60, 4: 100}
+    metrics = [{"step": step, "tokens": count} for step, count in tokens.items()]
+    rounds = [{"step": 2, "drift": 0.1}, {"step": 4, "drift": 0.2}]
+    (drift,) = [curve for curve in curves.CURVES if curve.title.startswith("drift")]
+    assert curves._series(drift, rounds, metrics) == ([20, 100], [0.1, 0.2])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3000])
+@pytest.mark.parametrize("half", ["", '{"step": 9'])
+def test_last_record_is_the_last_whole_line(runs, tmp_path, count, half):
+    (tmp_path / "config.yaml").write_text((runs[0] / "config.yaml").read_text())
+    records = [{"step": step, "what": "x" * (step % 50)} for step in range(count)]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "events.jsonl").write_text(text + half)
+    assert RunFolder(tmp_path).last("events") == (records[-1] if records else None)
+    assert RunFolder(tmp_path).records("events") == records
+
+
+def test_last_record_may_be_longer_than_what_is_read_at_first(runs, tmp_path):
+    (tmp_path / "config.yaml").write_text((runs[0] / "config.yaml").read_text())
+    long = {"what": "x" * 100_000}
+    (tmp_path / "events.jsonl").write_text('{"step": 1}\n' + json.dumps(long) + "\n")
+    assert RunFolder(tmp_path).last("events") == long
