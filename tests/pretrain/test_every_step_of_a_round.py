@@ -32,8 +32,8 @@ ADAMW = {"optimizer.name": "adamw", "optimizer.lr": 0.005}
     "options",
     [
         ROUND,
-        ROUND | ADAMW,
-        STREAMING | PACKED | {"train.precision": "bf16"},
+        pytest.param(ROUND | ADAMW, marks=pytest.mark.slow),
+        pytest.param(STREAMING | PACKED | {"train.precision": "bf16"}, marks=pytest.mark.slow),
         STREAMING | PACKED | ADAMW | {"outer.second_error_feedback": True},
         pytest.param(ROUND | {"parallel.tp": 2}, marks=pytest.mark.slow),
     ],

@@ -24,7 +24,16 @@ def masters(results: list[dict]) -> dict:
     return {block: tensor for one in results for block, tensor in one["masters"]}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "delayed",  # the one with a state of its own
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("tensorwise", "blockwise", "mxfp8")
+        ),
+    ],
+)
 def test_stopped_and_resumed_run_is_the_straight_one(blend, tmp_path, recipe):
     options = FP8 | {"fp8__recipe": recipe, "parallel__tp": 2, "fp8__amax_history": 2}
     options["model__ffn"] = 128  # mxfp8 wants multiples of 32 on each rank
@@ -38,8 +47,18 @@ def test_stopped_and_resumed_run_is_the_straight_one(blend, tmp_path, recipe):
     assert losses(tmp_path / "straight") == losses(tmp_path / "stopped")
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        ("tensorwise", {"tp": 2, "sequence_parallel": True}),
+        ("delayed", {"tp": 2}),
+        pytest.param("tensorwise", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("tensorwise", {"pp": 2}, marks=pytest.mark.slow),
+        pytest.param("delayed", {"tp": 2, "sequence_parallel": True}, marks=pytest.mark.slow),
+        pytest.param("delayed", {"pp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_layouts_round_alike(blend, tmp_path, recipe, layout):
     options = FP8 | {"fp8__recipe": recipe}
     train(blend, tmp_path / "one", **options)
