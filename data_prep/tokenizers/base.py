@@ -4,12 +4,15 @@ from typing import Protocol
 
 import numpy as np
 
+# Long enough for a call to cost nothing beside its work, and small beside any memory.
+PIECE_CHARACTERS = 1 << 14
+
 
 class Tokenizer(Protocol):
     """A vocabulary that encodes plain text: special tokens spelled in a text stay text.
 
-    `space_at_cut` says how a long text may be cut (see long_text): "drop" the space, "keep" it,
-    or None where no cut is known to be exact.
+    `space_at_cut` says how a text may be cut (see long_text): "drop" the space, "keep" it, or None
+    where no cut is known to be exact. `piece_characters` is the length of the pieces.
     """
 
     kind: str
@@ -18,6 +21,7 @@ class Tokenizer(Protocol):
     default_bos: int | None
     default_eod: int | None
     space_at_cut: str | None
+    piece_characters: int
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """int32 ids of each text, without BOS and EOD."""

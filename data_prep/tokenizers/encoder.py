@@ -87,14 +87,18 @@ class Encoder:
 
         Equal to one call of the tokenizer per text, in bounded memory for long texts.
         """
-        cut = [long_text.pieces(text, self.tokenizer.space_at_cut) for text in texts]
-        parts = iter(self.tokenizer.encode([piece for pieces in cut for piece in pieces]))
+        tokenizer = self.tokenizer
+        cut = [
+            long_text.pieces(text, tokenizer.space_at_cut, tokenizer.piece_characters)
+            for text in texts
+        ]
+        parts = iter(tokenizer.encode([piece for pieces in cut for piece in pieces]))
         before, after = self._ends
         documents = []
         for pieces in cut:
             ids = [next(parts) for _ in pieces]
             joined = np.concatenate([*([] if before is None else [before]), *ids, after])
-            documents.append(indexed.packed(joined, self.tokenizer.vocab_size))
+            documents.append(indexed.packed(joined, tokenizer.vocab_size))
         return documents
 
     def identity(self) -> Identity:

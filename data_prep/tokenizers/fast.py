@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.errors import DataError, UsageError
-from data_prep.tokenizers.base import Tokenizer
+from data_prep.tokenizers.base import PIECE_CHARACTERS, Tokenizer
 from data_prep.tokenizers.sentencepiece_model import SentencePieceTokenizer
 
 _HOSTILE = (
@@ -28,6 +28,8 @@ _HOSTILE = (
 
 class CheckedFastTokenizer:
     """gigatoken's ids, with `reference` for all else."""
+
+    piece_characters = PIECE_CHARACTERS
 
     def __init__(self, path: Path, reference: Tokenizer):
         """Raises UsageError where gigatoken is not installed, or cannot replace the reference."""

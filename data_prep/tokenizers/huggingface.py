@@ -7,12 +7,14 @@ import numpy as np
 import tokenizers
 
 from data_prep.tokenizers import patterns
+from data_prep.tokenizers.base import PIECE_CHARACTERS
 
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, with BOS and EOS of the `tokenizer_config.json` beside it, if any."""
 
     kind = "huggingface"
+    piece_characters = PIECE_CHARACTERS
     library = f"tokenizers {tokenizers.__version__}"
 
     def __init__(self, path: Path, description: dict):

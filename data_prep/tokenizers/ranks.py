@@ -10,6 +10,7 @@ import numpy as np
 import tiktoken
 
 from data_prep.tokenizers import patterns
+from data_prep.tokenizers.base import PIECE_CHARACTERS
 
 # White space as Rust's regex has it, newlines apart; Python's own \\s takes in control characters.
 _SPACES = "\t\x0b\x0c \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -54,6 +55,7 @@ def layout_of(ranks: int) -> Layout | None:
 class RanksTokenizer:
     """Merge ranks run by tiktoken; ids are `rank + shift`."""
 
+    piece_characters = PIECE_CHARACTERS
     library = f"tiktoken {tiktoken.__version__}"
 
     def __init__(self, kind: str, ranks: dict[bytes, int], layout: Layout, shift: int = 0):

@@ -13,6 +13,8 @@ class SentencePieceTokenizer:
     """A SentencePiece model. Its own normalisation applies; the probe shows what that loses."""
 
     kind = "sentencepiece"
+    # All merges of a text wait in one queue: short pieces take a fifth less time than long ones.
+    piece_characters = 256
     library = f"sentencepiece {sentencepiece.__version__}"
 
     def __init__(self, path: Path):

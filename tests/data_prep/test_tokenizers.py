@@ -171,7 +171,7 @@ def test_a_vocabulary_whose_pieces_span_words_is_not_cut(tmp_path):
 
     encoder = load_encoder(model_across_words(tmp_path / "across.model"))
     assert encoder.tokenizer.space_at_cut is None
-    assert long_text.pieces("a b " * 100_000, None) == ["a b " * 100_000]
+    assert long_text.pieces("a b " * 100_000, None, 256) == ["a b " * 100_000]
 
 
 def test_a_run_of_a_million_spaces_does_not_stop_tiktoken(encoders):

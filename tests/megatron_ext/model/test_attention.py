@@ -38,7 +38,7 @@ def document_rows(draw) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(document_rows(), st.sampled_from([1, 2, 4]))
 def test_documents_do_not_see_each_other(cu_seqlens, kv_heads):
     torch.manual_seed(0)

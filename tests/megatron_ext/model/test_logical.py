@@ -55,7 +55,7 @@ def layouts(draw) -> tuple[ModelConfig, int]:
     return model, tp
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layouts())
 def test_segments_tile_every_parameter_exactly_once(layout):
     model, tp = layout
