@@ -1,6 +1,7 @@
 """`python -m launch`: start a run, or say what it will need."""
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -52,7 +53,12 @@ def main(arguments: list[str]) -> int:
         case ["-h" | "--help"]:
             print(USAGE)
             return 0
-    print(f"error: COMMAND must be {' or '.join(COMMANDS)}; see --help", file=sys.stderr)
+        case [name]:
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+            print(f"error: command {name!r} is unknown; {hint}", file=sys.stderr)
+        case _:
+            print("error: COMMAND is missing; see python -m launch --help", file=sys.stderr)
     return 2
 
 
@@ -101,4 +107,4 @@ def _local(options: argparse.Namespace, verifies: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit.end_with(main)

@@ -19,7 +19,7 @@ from megatron_ext.checkpoint.folders import read_latest
 from megatron_ext.errors import ConfigError, PeerError, StackError
 from megatron_ext.replicas import ParallelConfig
 from pretrain import exit
-from pretrain.appointments import SIGNALS
+from pretrain.appointments import SAVE_SIGNAL, SIGNALS
 from pretrain.config import Resolved, check_machine
 
 SETTLE_SECONDS = 0.5
@@ -103,11 +103,12 @@ def supervise(train: Callable[[], None], parallel: ParallelConfig, debug: bool =
 
     The first failure ends all. Raises RankFailure, which names the rank whose failure was the
     cause. SIGTERM and SIGUSR1 are passed on, so that the ranks save and end in good order, which is
-    no failure; SIGINT, or another signal after them, ends the ranks.
+    no failure; SIGINT, or another signal after them, ends the ranks. SIGUSR2 is passed on, so that
+    they save, and ends nothing.
     """
     failures: list[Exit] = []
     main = partial(_rank, train, parallel.world_size)
-    with _interruptible(), RankProcesses(main, parallel.world_size) as ranks:
+    with _interruptible(), RankProcesses(main, parallel.world_size) as ranks, _saves_of(ranks):
         try:
             for end in ranks.exits():
                 if end.status != 0 and not failures:
@@ -126,6 +127,8 @@ def supervise(train: Callable[[], None], parallel: ParallelConfig, debug: bool =
 def _rank(train: Callable[[], None], world_size: int, rank: int) -> tuple[int, bytes]:
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // world_size))
+    # Until the rank trains, and listens, there is nothing to save.
+    signal.signal(SAVE_SIGNAL, signal.SIG_IGN)
     try:
         train()
     except BaseException as error:
@@ -178,6 +181,16 @@ def _failure(failures: list[Exit], inner_world_size: int, debug: bool) -> RankFa
         print(report.traceback, file=sys.stderr, end="")
     message = report.message if report.same_everywhere else f"{name}: {report.message}"
     return RankFailure(message, first.status)
+
+
+@contextlib.contextmanager
+def _saves_of(ranks: RankProcesses) -> Iterator[None]:
+    """Pass requests to save on to the ranks."""
+    handler = signal.signal(SAVE_SIGNAL, lambda number, frame: ranks.signal(number))
+    try:
+        yield
+    finally:
+        signal.signal(SAVE_SIGNAL, handler)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.folders import read_latest
-from pretrain import exit
+from pretrain import exit, running
 from pretrain.run_folder import RunFolder
+from pretrain.running import Running
 
 _ERROR = "error: "
 # What ranks say that only saw another one fail.
@@ -36,6 +37,7 @@ class Status:
     seconds_since: float | None  # since the last step was recorded
     checkpoint: str | None
     event: dict[str, Any] | None  # the last one
+    running: Running | None  # the first process, while the run is in progress
     failure: Failure | None  # of the newest attempt under a batch script
 
 
@@ -58,10 +60,15 @@ def run(options: argparse.Namespace) -> None:
         progress += f", loss {status.loss:.4f}, {status.tokens_per_second:,.0f} tokens/s"
         progress += f", {status.seconds_since:,.0f} s ago"
     print(progress)
+    if status.running:
+        print(f"in progress: process {status.running.pid} on {status.running.host}")
+    else:
+        print("not in progress")
     print(f"checkpoint: {status.checkpoint or 'none yet'}")
     if status.event:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.event["time"]))
-        print(f"last event: {status.event['event']} at {when}")
+        error = status.event.get("error")
+        print(f"last event: {status.event['event']} at {when}" + (f": {error}" if error else ""))
     if status.failure:
         print(f"rank {status.failure.rank} failed: {status.failure.reason} ({status.failure.log})")
 
@@ -79,6 +86,7 @@ def status_of(run_dir: Path) -> Status:
         seconds_since=age,
         checkpoint=read_latest(run_dir / "checkpoints"),
         event=folder.last("events"),
+        running=running.read(run_dir),
         failure=_failure(run_dir / "slurm"),
     )
 

@@ -80,4 +80,4 @@ def _verify_optimizer(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit.end_with(main)

@@ -93,7 +93,7 @@ class Appointments:
 
     def _file_or_clock(self) -> str | None:
         if self._file.exists():
-            self._file.unlink()
+            self._file.unlink(missing_ok=True)
             return str(self._file)
         if self._every_seconds and time.monotonic() - self._saved_seconds >= self._every_seconds:
             return f"{self._every_seconds / 60:g} minutes"

@@ -125,4 +125,4 @@ def _unigram_entropy() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit.end_with(lambda arguments: main())

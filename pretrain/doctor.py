@@ -31,8 +31,8 @@ class ResumeConfig(Section):
     allow: tuple[str, ...] = Field((), strict=False)
     """Differences from the checkpoint that are meant, by the names that a refusal gives."""
     inner: InnerState = "clone"
-    """Inner optimizer state of a replica that the checkpoint does not hold: of replica (its index
-    modulo the saved number), the mean over the saved ones, or zero."""
+    """Inner optimizer state of a replica that the checkpoint does not hold: clone takes a saved
+    replica's (its index modulo their number), mean that of all of them, and zero begins anew."""
     weights: str | None = Field(None, min_length=1)
     """Where a run begins anew, take the global weights of this checkpoint instead of random ones;
     step, optimizer state and data begin at the beginning."""
@@ -168,7 +168,7 @@ def table_text(findings: Sequence[Finding]) -> str:
     for found in findings:
         values = (found.checkpoint, found.requested, found.effective)
         table.add_row(found.name, *map(_text, values), found.rule)
-    console = Console(width=200, file=StringIO())
+    console = Console(width=200, file=StringIO(), markup=False)
     console.print(table)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 

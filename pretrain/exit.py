@@ -65,6 +65,18 @@ def run(command: Callable[[], None], debug: bool = False) -> int:
     return 0
 
 
+def end_with(main: Callable[[list[str]], int]) -> NoReturn:
+    """Call a program's `main` with its arguments and end with its exit code.
+
+    Ctrl-C is no traceback, also where `main` is still importing what it needs.
+    """
+    try:
+        code = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.exit(code)
+
+
 def describe(error: BaseException) -> str:
     """One line."""
     if isinstance(error, StackError):

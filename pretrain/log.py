@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_ext.diloco.loop import Round
+from pretrain.run_folder import record_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,10 @@ class RunLog:
     """The files in a run's folder. One process of a run has one."""
 
     def __init__(self, folder: Path, step: int):
-        """Go on after inner step `step`: what was written of later steps happened no more."""
+        """Go on after inner step `step`: what was written of later steps happened no more.
+
+        Raises DataError for a line of an earlier session that is no record of a step.
+        """
         self._folder = folder
         for name in ("metrics", "rounds", "validation"):
             _drop_after(folder / f"{name}.jsonl", step)
@@ -70,7 +74,7 @@ def _drop_after(path: Path, step: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     # A killed run may have left half a line.
     whole = [line for line in lines if line.endswith("\n")]
-    kept = [line for line in whole if json.loads(line)["step"] <= step]
+    kept = [line for line in whole if record_of(str(path), line)["step"] <= step]
     if kept != lines:
         temporary = path.with_name(f"{path.name}.partial")
         temporary.write_text("".join(kept), encoding="utf-8")

@@ -36,7 +36,7 @@ class RunFolder:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         # The run may be writing the last one.
         return [
-            _record(f"{path}:{number}", line)
+            record_of(f"{path}:{number}", line)
             for number, line in enumerate(lines, 1)
             if line.endswith("\n")
         ]
@@ -56,10 +56,11 @@ class RunFolder:
         whole = tail.splitlines(keepends=True)
         if whole and not whole[-1].endswith(b"\n"):
             whole.pop()
-        return _record(str(path), whole[-1].decode()) if whole else None
+        return record_of(str(path), whole[-1].decode()) if whole else None
 
 
-def _record(place: str, line: str) -> dict[str, Any]:
+def record_of(place: str, line: str) -> dict[str, Any]:
+    """A line's JSON object. Raises DataError, which says where it stands, if it is none."""
     try:
         record = json.loads(line)
     except ValueError:

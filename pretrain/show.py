@@ -1,7 +1,11 @@
 """The configuration in a terminal: every option, its value and where it came from."""
 
+import textwrap
+
+from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron_ext.model.logical import parameter_count
 from pretrain.config import (
@@ -16,6 +20,7 @@ from pretrain.config import (
 from pretrain.yaml_subset import dump
 
 MIN_WIDTH_OF_PURPOSE = 120
+_INDENT = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 
 USAGE = """
 A recipe is the path of a YAML file or a name:
@@ -33,27 +38,25 @@ Options:
 
 def print_table(resolved: Resolved) -> None:
     """Print every option, its value, its origin, and what follows from them."""
-    console = Console()
+    # Lists stand in brackets, which are no markup.
+    console = Console(markup=False)
     if not console.is_terminal:
-        console = Console(width=200)
+        console = Console(markup=False, width=200)
     columns = ["option", "value", "from"] + ["purpose"] * (console.width >= MIN_WIDTH_OF_PURPOSE)
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    declared = fields()
     for key, value, origin in resolved.leaves():
         style = "dim" if origin == "default" else ""
-        row = [
-            key,
-            dump(value),
-            origin,
-            f"[dim]{fields()[key].description}[/dim]",
-        ]
+        row = [key, dump(value), origin, Text(_purpose(declared[key]), style="dim")]
         table.add_row(*row[: len(columns)], style=style)
     console.print(table)
     config = resolved.config
+    processes = config.parallel.world_size
     total = config.tokens_per_step * config.train.steps
     lines = [
         f"model   {parameter_count(config.model):,} parameters",
-        f"layout  {config.parallel.world_size} processes, {config.micro_batches} micro-batches a "
-        "rank and step",
+        f"layout  {processes} process{'es' * (processes > 1)}, micro-batches of a rank and step: "
+        f"{config.micro_batches}",
         f"tokens  {config.tokens_per_step:,} a step, {total:,} in {config.train.steps:,} steps",
     ]
     if config.outer.interval:
@@ -80,5 +83,11 @@ def help_text() -> str:
             default = "required"
         else:
             default = f"default {dump(field.default)}"
-        lines.append(f"  {key}: {allowed(schema_of(key))} ({default})\n      {field.description}")
+        lines.append(f"  {key}: {allowed(schema_of(key))} ({default})")
+        lines.append(textwrap.fill(_purpose(field), 100, **_INDENT))
     return "\n".join(lines)
+
+
+def _purpose(field: FieldInfo) -> str:
+    """The declaration's own words, without the line ends of the source."""
+    return " ".join(field.description.split())

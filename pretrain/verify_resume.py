@@ -89,13 +89,12 @@ def _run(command: list[str], until: Callable[[], bool] = lambda: False) -> bool:
         try:
             while process.poll() is None:
                 if until():
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
                     return True
                 time.sleep(0.01)
         finally:
             if process.poll() is None:
-                process.terminate()
+                # Its ranks die with it.
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if process.returncode:
             said.seek(0)

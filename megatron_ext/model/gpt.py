@@ -121,10 +121,7 @@ def transformer_config(
         # Transformer Engine's would be drawn on the CPU all the same.
         use_cpu_initialization=plain,
         calculate_per_token_loss=True,
-        # It reads the embedding by indexing, whose backward gives the same bits on a GPU but not
-        # on threads of a CPU; there F.embedding's does.
-        # Transformer Engine decides by the environment: NVTE_ALLOW_NONDETERMINISTIC_ALGO=0.
-        deterministic_mode=plain and torch.cuda.is_available(),
+        deterministic_mode=_embeds_by_indexing(plain),
         transformer_impl="local" if plain else "transformer_engine",
         # The default, "full", only draws a warning that it is deprecated.
         cuda_graph_modules=[],
@@ -163,6 +160,15 @@ def build_chunk(
             pg_collection=groups,
             vp_stage=vp_stage,
         )
+
+
+def _embeds_by_indexing(plain: bool) -> bool:
+    """Core's deterministic mode: of these layers it decides how the embedding is read.
+
+    The backward of indexing gives the same bits each time on a GPU, that of F.embedding on threads
+    of a CPU. Transformer Engine decides by the environment: NVTE_ALLOW_NONDETERMINISTIC_ALGO=0.
+    """
+    return plain and torch.cuda.is_available()
 
 
 def _fusions(plain: bool) -> dict[str, bool]:

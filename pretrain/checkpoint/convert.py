@@ -113,4 +113,4 @@ def _say(told: argparse.Namespace, text: str, **facts: Any) -> None:
     if told.json:
         print(json.dumps(facts, default=str))
     else:
-        console().print(text, markup=False, soft_wrap=True)
+        console().print(text, soft_wrap=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron_ext.checkpoint import folders
 from megatron_ext.checkpoint.saved import Difference, Saved, differences, find
@@ -30,10 +31,10 @@ def inspect(options: argparse.Namespace) -> None:
             f"{len(paths)} checkpoints: {', '.join(path.name for path in paths)}", soft_wrap=True
         )
     layout = " × ".join(f"{name}={value}" for name, value in content["layout"].items())
-    console.print(f"[bold]{saved.path}[/]", soft_wrap=True)
+    console.print(str(saved.path), style="bold", soft_wrap=True)
     console.print(f"step {saved.step}, written {content['written']}, {layout}", soft_wrap=True)
     for line in _counted(content["counters"], options.options):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     table = Table("folder", "kind", *screen.right("tensors", "elements", "size"))
     for row in content["kinds"]:
         table.add_row(
@@ -58,14 +59,19 @@ def _counted(counters: dict[str, Any], all_options: bool) -> list[str]:
             lines += [f"  {key}: {json.dumps(each)}" for key, each in value.items()]
         elif name == "outer":
             for number, fragment in enumerate(value["fragments"]):
-                state = ", ".join(f"{k} {v}" for k, v in fragment.items() if k != "summary")
-                lines.append(f"  fragment {number}: {state}")
+                lines.append(f"  fragment {number}: {_fragment(fragment)}")
         elif isinstance(value, dict):
             more = "; --options shows them" if name == "options" else "; --json shows them"
             lines.append(f"  {name}: {len(value)}{more}")
         else:
             lines.append(f"  {name}: {json.dumps(value)}")
     return lines
+
+
+def _fragment(counters: dict[str, Any]) -> str:
+    rounds, since, sent = (counters[name] for name in ("rounds", "since", "sent"))
+    text = f"{rounds} outer steps, {since} inner steps since"
+    return text if sent is None else f"{text}, on its way since step {sent}"
 
 
 def _content(saved: Saved, tensors: bool) -> dict[str, Any]:
@@ -159,17 +165,17 @@ def _print_verdicts(results: list[dict[str, Any]], latest: str | None) -> None:
     console = screen.console()
     for result in results:
         name = Path(result["path"]).name
-        console.print(f"{name}: {'[red]damaged' if result['damages'] else '[green]ok'}")
+        word, colour = ("damaged", "red") if result["damages"] else ("ok", "green")
+        console.print(f"{name}: ", Text(word, style=colour), sep="")
         for damage in result["damages"]:
-            console.print(f"  {damage}", markup=False, soft_wrap=True)
+            console.print(f"  {damage}", soft_wrap=True)
         for unknown in result["unknown_files"]:
             console.print(
                 f"  {unknown}: not in the manifest, and read by nobody",
-                markup=False,
                 soft_wrap=True,
             )
     if latest:
-        console.print(latest, markup=False, soft_wrap=True)
+        console.print(latest, soft_wrap=True)
 
 
 def diff(options: argparse.Namespace) -> None:
@@ -222,7 +228,7 @@ def reshape(options: argparse.Namespace) -> None:
         rows = [vars(found) | {"effective": found.effective} for found in findings]
         print(json.dumps({"path": str(saved.path), "findings": rows}, indent=1))
     elif findings:
-        screen.console().print(table_text(findings), markup=False, soft_wrap=True)
+        screen.console().print(table_text(findings), soft_wrap=True)
     refuse(findings, str(saved.path))
     with screen.progress(options.json) as bar:
         task = bar.add_task(saved.path.name, total=saved.manifest.total_bytes)
@@ -233,6 +239,5 @@ def reshape(options: argparse.Namespace) -> None:
         screen.console().print(
             f"{saved.path} is whole and fits; nothing needs rewriting, start the run with these "
             "options",
-            markup=False,
             soft_wrap=True,
         )

@@ -6,9 +6,10 @@ from rich.table import Column
 
 
 def console() -> Console:
-    """Standard output; wide where it is no terminal, so that no name is broken."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=200)
+    """Standard output without markup, since names may hold brackets; wide where it is no terminal,
+    so that no name is broken."""
+    found = Console(highlight=False, markup=False)
+    return found if found.is_terminal else Console(highlight=False, markup=False, width=200)
 
 
 def progress(hidden: bool) -> Progress:

@@ -22,6 +22,7 @@ from megatron_ext import presence
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.replicas import ParallelConfig, join
 from pretrain import exit, loop
+from pretrain.appointments import SAVE_SIGNAL
 from pretrain.config import load
 from tests.pretrain.corpus import write_corpus
 from tests.pretrain.runs import SMALL
@@ -126,6 +127,20 @@ def test_processes_that_a_rank_forked_end_with_it(tmp_path):
 
     failure(in_rank(1, fork_and_die))
     assert _ends(int(pid_file.read_text()))
+
+
+def test_a_request_to_save_that_reaches_the_launcher_reaches_the_ranks():
+    def train() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {SAVE_SIGNAL})
+        with join(PARALLEL, timeout_seconds=30) as replicas:
+            replicas.barrier("nobody would die of it")
+            if replicas.launcher_rank == 1:
+                os.kill(os.getppid(), SAVE_SIGNAL)
+            if not signal.sigtimedwait({SAVE_SIGNAL}, 20):
+                raise DataError("nothing came")
+
+    supervise(train, PARALLEL)
+    assert children_left() == []
 
 
 def test_ranks_that_ignore_sigterm_are_killed(monkeypatch):
@@ -277,7 +292,9 @@ def _kill_when_training(folder: Path) -> None:
         (launch, ["local", "demo", "--tp", "2", "parallel.tp=2"], "are the same option"),
         (launch, ["local", "demo", "--tpp", "2"], "unrecognized arguments: --tpp 2"),
         (launch, ["local"], "RECIPE is missing"),
-        (launch, ["elsewhere"], "must be local or plan"),
+        (launch, [], "COMMAND is missing"),
+        (launch, ["elsewhere"], "there are local, plan"),
+        (launch, ["lcal", "demo"], "did you mean local?"),
         (launch, ["slurm"], "RECIPE is missing"),
         (launch, ["slurm", "demo", "--store", "a:1"], "it needs --separate"),
         (launch, ["slurm", "15b", "--gpus-per-node", "7"], "do not fill nodes"),

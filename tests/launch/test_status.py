@@ -6,6 +6,8 @@ import os
 import pytest
 
 import launch.__main__ as launch
+from pretrain import running
+from pretrain.log import RunLog
 from tests.pretrain.corpus import write_corpus
 from tests.pretrain.runs import lines, train
 
@@ -25,6 +27,25 @@ def test_status_says_how_far_the_run_is(run_dir, capfd):
     assert status["checkpoint"] == "step-00000003"
     assert status["event"]["event"] == "end"
     assert status["failure"] is None
+    assert status["running"] is None
+
+
+def test_a_run_in_progress_is_told_from_one_that_ended(run_dir, capfd):
+    with running.noted(run_dir):
+        assert launch.main(["status", str(run_dir)]) == 0
+        assert f"in progress: process {os.getpid()} on " in capfd.readouterr().out
+    assert launch.main(["status", str(run_dir)]) == 0
+    assert "not in progress" in capfd.readouterr().out
+
+
+def test_the_error_that_ended_the_run_is_told(run_dir, capfd):
+    log = RunLog(run_dir, step=3)
+    log.event("end", step=3, error="step 4: the gradient is not finite")
+    log.close()
+    assert launch.main(["status", str(run_dir)]) == 0
+    [line] = [line for line in capfd.readouterr().out.splitlines() if line.startswith("last event")]
+    assert line.startswith("last event: end at ")
+    assert line.endswith(": step 4: the gradient is not finite")
 
 
 def test_first_failure_is_told_and_echoes_are_not(run_dir, capfd):
