@@ -2,12 +2,17 @@
 
 import gzip
 import os
+import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from data_prep.errors import DataError, UsageError
 
 LIST_SUFFIXES = (".paths", ".paths.gz", ".txt", ".list")
+# Control characters, and the surrogates that stand for bytes that are not UTF-8.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,9 @@ def find(given: Path, root: Path | None = None, where: str = "") -> list[Source]
         Source(str(base / name), name, "/".join((*outer, *_hive(name))) or "all")
         for name in sorted(names, key=os.fsencode)
     ]
-    return _select(sources, where)
+    selected = _select(sources, where)
+    _refuse_odd_files(selected)
+    return selected
 
 
 def refuse_inside(out: Path, given: Path) -> None:
@@ -57,12 +64,50 @@ def refuse_inside(out: Path, given: Path) -> None:
 
 def _names_in_tree(base: Path) -> list[str]:
     names = []
-    for folder, subfolders, files in os.walk(base, followlinks=True):
+    seen: dict[tuple[int, int], str] = {}
+    for folder, subfolders, files in os.walk(base, onerror=_unreadable, followlinks=True):
+        _refuse_second(folder, Path(folder).stat(), seen)  # a link to a folder above never ends
         # Leading dots and underscores mark what writers leave beside data (.crc, _SUCCESS).
         subfolders[:] = [name for name in subfolders if not name.startswith((".", "_"))]
         relative = Path(folder).relative_to(base)
         names += [(relative / name).as_posix() for name in files if name[0] not in "._"]
     return names
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    """What os.walk would pass over: the files of a folder that cannot be listed."""
+    raise DataError(f"input {error.filename}: cannot be listed ({error.strerror.lower()})")
+
+
+def _refuse_odd_files(sources: list[Source]) -> None:
+    """Raise DataError for what would block a reader, come twice, or break a line of the manifest.
+
+    A cache of links beside what they lead to would give every document twice.
+    """
+    seen: dict[tuple[int, int], str] = {}
+    for source in sources:
+        if odd := _UNPRINTABLE.search(source.path):
+            raise DataError(
+                f"input {source.path!a}: its name holds {odd[0]!a}, which neither a list nor a "
+                "manifest in UTF-8 can name; rename it"
+            )
+        try:
+            status = Path(source.path).stat()
+        except OSError as error:
+            raise DataError(f"input {source.path}: {error.strerror.lower()}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(f"input {source.path}: is no regular file")
+        _refuse_second(source.path, status, seen)
+
+
+def _refuse_second(path: str, status: os.stat_result, seen: dict[tuple[int, int], str]) -> None:
+    file = (status.st_dev, status.st_ino)
+    if file in seen:
+        raise DataError(
+            f"input {path}: is {seen[file]} by another name (a link?), so its documents would "
+            "come twice; remove one of them"
+        )
+    seen[file] = path
 
 
 def _names_in_list(path: Path, base: Path) -> list[str]:

@@ -1,9 +1,13 @@
 import gzip
+import os
+import subprocess
+import sys
 
 import pytest
 
 from data_prep import sources
 from data_prep.errors import DataError, UsageError
+from tests.data_prep.helpers import REPOSITORY
 
 PARTITIONS = [
     "quality=high/kind=actual/kind2=actual",
@@ -88,3 +92,62 @@ def test_an_empty_folder_and_a_missing_path_are_errors(tmp_path):
         sources.find(tmp_path)
     with pytest.raises(UsageError, match="no such file"):
         sources.find(tmp_path / "nowhere")
+
+
+def test_a_folder_that_may_not_be_listed_is_passed_over(nemotron):
+    """By os.walk, silently; the files below it would be missing from the output."""
+    hidden = nemotron / PARTITIONS[2]
+    nemotron.parent.chmod(0o755)
+    hidden.chmod(0o300)
+    code = (
+        "import os, sys, pathlib; from data_prep import sources\n"
+        "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "sources.find(pathlib.Path(sys.argv[1]))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, nemotron],
+        cwd=REPOSITORY, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert f"DataError: input {hidden}: cannot be listed (permission denied)" in found.stderr
+
+
+def test_a_link_to_a_folder_above_gives_its_documents_forty_times(nemotron):
+    (nemotron / "quality=high" / "again").symlink_to(nemotron)
+    with pytest.raises(DataError, match=r"again: is .*data-jsonl by another name .a link.."):
+        sources.find(nemotron)
+
+
+def test_a_cache_of_links_beside_its_files_gives_every_document_twice(nemotron):
+    first = nemotron / PARTITIONS[0] / "CC-MAIN-2013-20-part-00000.zstd"
+    (nemotron / "snapshot").symlink_to(first)
+    with pytest.raises(DataError, match=r"snapshot: is .* by another name"):
+        sources.find(nemotron)
+    listed = nemotron / "some.paths"
+    name = first.relative_to(nemotron).as_posix()
+    listed.write_text(f"{name}\n{name.replace('/', '//', 1)}\n")
+    with pytest.raises(DataError, match="by another name"):
+        sources.find(listed)
+    first.unlink()
+    with pytest.raises(DataError, match="snapshot: no such file or directory"):
+        sources.find(nemotron)
+
+
+def test_a_pipe_among_the_files_is_waited_for_forever(nemotron):
+    os.mkfifo(nemotron / "pipe")
+    with pytest.raises(DataError, match="pipe: is no regular file"):
+        sources.find(nemotron)
+
+
+@pytest.mark.parametrize("name", [b"a\nb.jsonl", b"caf\xe9.jsonl", b"\x1b[31m.jsonl"])
+def test_a_name_that_no_manifest_can_hold_is_refused_in_one_line(nemotron, name):
+    (nemotron / os.fsdecode(name)).touch()
+    with pytest.raises(DataError, match=r"its name holds .* rename it") as refused:
+        sources.find(nemotron)
+    assert str(refused.value).isascii() and str(refused.value).isprintable()
+
+
+def test_names_with_spaces_and_of_any_script_are_names(nemotron):
+    path = nemotron / "my data" / "日本 語.jsonl"
+    path.parent.mkdir()
+    path.touch()
+    assert "my data/日本 語.jsonl" in {source.name for source in sources.find(nemotron)}
