@@ -13,7 +13,7 @@ from data_prep.errors import UsageError
 from data_prep.locating import Provenance
 from data_prep.plan import Options, fraction
 from data_prep.progress import Reporter, duration, in_bytes
-from data_prep.streaming import stream
+from data_prep.streaming import Batches, stream
 from data_prep.tokenizers.load import load_encoder
 
 
@@ -128,7 +128,8 @@ def download(args: argparse.Namespace) -> None:
                 eod=args.eod,
                 workers=args.workers,
             )
-            manifest = stream(names, server, request, args.batch_files, reporter)
+            batches = Batches(names, server, args.batch_files, args.connections)
+            manifest = stream(batches, request, reporter)
             summary, lines = _totals(args.output, manifest), _lines(args.output, manifest)
     _print(args, summary, lines)
 

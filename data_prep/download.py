@@ -18,6 +18,7 @@ from pathlib import Path
 
 from data_prep import files
 from data_prep.errors import DataError
+from data_prep.lock import Lock
 from data_prep.progress import Reporter
 
 _CHUNK_BYTES = 1 << 18
@@ -55,8 +56,20 @@ def fetch_all(
     """Fetch all `names` below `folder`; returns how many were not there before.
 
     Raises:
+        UsageError: another process fetches into `folder`. DataPrepError: the disk is full.
         DataError: names what is missing on the server, or could not be fetched whole.
     """
+    lock = folder / ".download.lock"
+    with Lock(lock, folder), files.telling_a_full_disk(folder):
+        try:
+            return _fetch_all(names, server, folder, reporter, connections)
+        finally:
+            lock.unlink()
+
+
+def _fetch_all(
+    names: list[str], server: Server, folder: Path, reporter: Reporter, connections: int
+) -> int:
     wanted = [name for name in names if not (folder / name).is_file()]
     reporter.phase("download", max(len(wanted), 1))
     found = _Fetched()
@@ -66,7 +79,7 @@ def fetch_all(
             fetch(name, server, folder)
         except FileNotFoundError:
             found.missing.append(name)
-        except (DataError, OSError) as error:
+        except DataError as error:
             found.failed.append(str(error))
         with found.lock:
             reporter.advance(1)
@@ -124,30 +137,43 @@ def _go_on(address: str, part: Path, before: int) -> str | None:
     tag_path = part.with_name(part.name + ".etag")
     tag = tag_path.read_text() if tag_path.exists() else ""
     headers = {"Range": f"bytes={before}-", "If-Range": tag} if before and tag else {}
+    with _opened(urllib.request.Request(address, headers=headers), part) as response:
+        taken_up = response.status == 206
+        tag = response.headers.get("ETag") or ""
+        tag_path.write_text(tag)
+        size = _whole_size(response, taken_up)
+        with part.open("ab" if taken_up else "wb") as file:
+            while chunk := _read(response):
+                file.write(chunk)
+    if size is not None and part.stat().st_size != size:
+        raise _Broken(f"{part.stat().st_size} of {size} bytes came")
+    tag_path.unlink()
+    return tag
+
+
+def _opened(request: urllib.request.Request, part: Path) -> http.client.HTTPResponse:
+    """The server's answer. A `part` that is longer than the file is deleted."""
+    address = request.full_url
     try:
-        request = urllib.request.Request(address, headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
-            taken_up = response.status == 206
-            tag = response.headers.get("ETag") or ""
-            tag_path.write_text(tag)
-            size = _whole_size(response, taken_up)
-            with part.open("ab" if taken_up else "wb") as file:
-                while chunk := response.read(_CHUNK_BYTES):
-                    file.write(chunk)
+        return urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
         if error.code in (403, 404, 410):  # object stores say 403 for what is not there
             raise FileNotFoundError(address) from error
         if error.code == 416:
-            part.unlink()  # longer than the file: begin anew
+            part.unlink()
         elif error.code not in _RETRIED:
             raise DataError(f"{address}: the server answers {error.code} {error.reason}") from error
         raise _Broken(f"{error.code} {error.reason}") from error
     except (OSError, http.client.HTTPException) as error:
         raise _Broken(str(error) or type(error).__name__) from error
-    if size is not None and part.stat().st_size != size:
-        raise _Broken(f"{part.stat().st_size} of {size} bytes came")
-    tag_path.unlink()
-    return tag
+
+
+def _read(response: http.client.HTTPResponse) -> bytes:
+    """The next bytes; what breaks here is the network, and what breaks elsewhere the disk."""
+    try:
+        return response.read(_CHUNK_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise _Broken(str(error) or type(error).__name__) from error
 
 
 def _whole_size(response: http.client.HTTPResponse, taken_up: bool) -> int | None:

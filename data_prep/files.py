@@ -1,10 +1,14 @@
 """Writing files so that a crash leaves either the old one or the whole new one."""
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from data_prep.errors import DataPrepError
 
 _CHUNK_BYTES = 1 << 22
 
@@ -21,6 +25,20 @@ def sync_folder(folder: Path) -> None:
 def sync_file(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def telling_a_full_disk(folder: Path) -> Iterator[None]:
+    """Raise DataPrepError, which says what to do, where the disk of `folder` fills up."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DataPrepError(
+            f"{folder}: the disk is full; what is finished is kept: make room and run the same "
+            "command again"
+        ) from error
 
 
 def write_text(path: Path, text: str, scratch: Path | None = None) -> None:

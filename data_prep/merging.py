@@ -14,14 +14,12 @@ import numpy as np
 from data_prep import assemble, files, outputs
 from data_prep.errors import DataError, UsageError
 from data_prep.indexed import IndexedFile
-from data_prep.plan import differences
+from data_prep.plan import differences, tokenizer_identity
 from data_prep.progress import Reporter
 from data_prep.selection import SPLITS
-from data_prep.work import MANIFEST, WorkFolder
+from data_prep.work import MANIFEST, MERGE, WorkFolder
 
 _CHUNK_TOKENS = 1 << 21
-_MARKER = "merge.json"
-_IDENTITY = ("kind", "fingerprint", "vocab_size", "bos", "eod", "probe_ids")
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def merge(given: list[Path], out: Path, reporter: Reporter, consume: bool = Fals
         UsageError: they cannot be joined. DataError: one of them is damaged.
     """
     work = WorkFolder(out)
-    if consume and (out / MANIFEST).exists() and (work.path / _MARKER).exists():
+    if consume and (out / MANIFEST).exists() and (work.path / MERGE).exists():
         return _clear(given, work)
     manifests = {path: outputs.read_manifest(path) for path in given}
     if len({path.resolve() for path in given}) < len(given):
@@ -98,14 +96,14 @@ def _clear(given: list[Path], work: WorkFolder) -> dict:
 
 def _begin(work: WorkFolder, manifests: dict[Path, dict], consume: bool) -> None:
     """Refuse a folder that holds anything but an interrupted merge of the same outputs."""
-    marker = work.path / _MARKER
+    marker = work.path / MERGE
     identity = {str(path.absolute()): files.sha256_of(path / MANIFEST) for path in manifests}
     identity["--consume"] = str(consume)
     if marker.exists():
         if found := differences(files.read_json(marker), identity):
             raise UsageError(f"--output {work.out}: holds another merge: {'; '.join(found)}")
-    elif any(not path.is_relative_to(work.path) for path in work.out.glob("**/*.bin")):
-        raise UsageError(f"--output {work.out}: holds data already; choose another folder")
+    elif not all(path.is_relative_to(work.path) for path in manifests):  # batches of a download
+        work.refuse_strays()
     files.write_json(marker, identity)
     shutil.rmtree(work.path / "fresh", ignore_errors=True)
     for name in ("assembled", "fresh"):
@@ -115,9 +113,7 @@ def _begin(work: WorkFolder, manifests: dict[Path, dict], consume: bool) -> None
 def _check_tokenizers(manifests: dict[Path, dict]) -> None:
     first, *others = manifests
     for other in others:
-        ours, theirs = (
-            {key: manifests[path]["tokenizer"][key] for key in _IDENTITY} for path in (first, other)
-        )
+        ours, theirs = (tokenizer_identity(manifests[path]["tokenizer"]) for path in (first, other))
         if found := differences(ours, theirs, "tokenizer."):
             raise UsageError(f"{other} cannot be joined with {first}: " + "; ".join(found))
 

@@ -125,10 +125,7 @@ class Plan:
         return {
             "format": FORMAT,
             "options": self.options.as_dict(),
-            "tokenizer": {
-                key: self.tokenizer.get(key)
-                for key in ("kind", "fingerprint", "vocab_size", "bos", "eod", "probe_ids")
-            },
+            "tokenizer": tokenizer_identity(self.tokenizer),
             "inputs": {item.name: f"{item.bytes} bytes" for item in self.inputs},
             "shard": f"{self.shard[0]}/{self.shard[1]}",
         }
@@ -161,6 +158,12 @@ class Plan:
     @functools.cached_property
     def _bytes_before(self) -> list[int]:
         return [0, *itertools.accumulate(item.bytes for item in self.inputs)]
+
+
+def tokenizer_identity(described: dict) -> dict:
+    """What of a tokenizer's description decides the ids."""
+    keys = ("kind", "fingerprint", "vocab_size", "bos", "eod", "probe_ids")
+    return {key: described.get(key) for key in keys}
 
 
 def settled(options: Options, inputs: tuple[Input, ...]) -> Options:

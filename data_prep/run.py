@@ -9,7 +9,7 @@ from data_prep import assemble, estimate, files, outputs, sampling, sources
 from data_prep.cleaning import Cleaner
 from data_prep.errors import DataError, UsageError
 from data_prep.executor import Task, executor
-from data_prep.plan import Input, Options, Plan, Unit, settled
+from data_prep.plan import Input, Options, Plan, Unit, settled, tokenizer_identity
 from data_prep.progress import Reporter
 from data_prep.records import BAD_REASONS
 from data_prep.skiplist import SkipList
@@ -102,7 +102,7 @@ def finished_manifest(out: Path, plan: Plan) -> dict | None:
     manifest = outputs.read_manifest(out)
     identity = plan.identity()
     old = {key: manifest[key] for key in ("format", "options", "shard")}
-    old["tokenizer"] = {key: manifest["tokenizer"].get(key) for key in identity["tokenizer"]}
+    old["tokenizer"] = tokenizer_identity(manifest["tokenizer"])
     hashes = {row["path"]: row["sha256"] for row in manifest["inputs"]}
     old["inputs"] = {row["path"]: f"{row['bytes']} bytes" for row in manifest["inputs"]}
     mine = {plan.inputs[index].name for index in plan.inputs_of_shard()}

@@ -10,37 +10,98 @@ import os
 import shutil
 from pathlib import Path
 
-from data_prep import merging, outputs, run
+from data_prep import files, merging, outputs, run
 from data_prep.download import Server, fetch_all
+from data_prep.plan import differences, tokenizer_identity
 from data_prep.progress import Reporter
-from data_prep.work import MANIFEST, WorkFolder
+from data_prep.tokenizers.load import load_encoder
+from data_prep.work import MANIFEST, STREAM, WorkFolder, going_on, refuse_other
 
 
-def stream(
-    names: list[str], server: Server, request: run.Request, batch_files: int, reporter: Reporter
-) -> dict:
-    """Make `request.out` from the files `names` of `server`; returns the manifest.
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """What is fetched: all `names` of `server`, at most `files` of them on the disk at a time."""
 
-    `request.given` is ignored. At no time do more than `batch_files` inputs lie on the disk.
+    names: list[str]
+    server: Server
+    files: int
+    connections: int
+
+
+def stream(batches: Batches, request: run.Request, reporter: Reporter) -> dict:
+    """Make `request.out` from the files of a server; returns the manifest.
+
+    `request.given` is ignored.
+
+    Raises:
+        UsageError: `request.out` belongs to another run. DataError: a file is missing or damaged.
     """
     work = WorkFolder(request.out)
+    identity = _identity(batches, request)
     if (request.out / MANIFEST).exists():
+        manifest = outputs.read_manifest(request.out)
+        if found := differences(_finished(manifest, batches.files), identity):
+            refuse_other(request.out, found)
         work.clear_leftovers()
-        return outputs.read_manifest(request.out)
+        return manifest
+    with work.held():
+        _begin(work, identity)
+        outs = _tokenize(work, batches, request, reporter)
+    return merging.merge(outs, request.out, reporter, consume=True)
+
+
+def _identity(batches: Batches, request: run.Request) -> dict:
+    """What the output depends on, and how the work on it is divided."""
+    encoder = load_encoder(request.tokenizer, request.bos, request.eod, request.backend)
+    return {
+        "options": request.options.as_dict(),
+        "tokenizer": tokenizer_identity(encoder.identity().as_dict()),
+        "files": dict.fromkeys(batches.names, "listed"),
+        "batch_files": batches.files,
+    }
+
+
+def _finished(manifest: dict, batch_files: int) -> dict:
+    """The identity of a finished output, in which nothing is left of the batches."""
+    options = manifest["options"].get("merged", [manifest["options"]])[-1]
+    return {
+        "options": options,
+        "tokenizer": tokenizer_identity(manifest["tokenizer"]),
+        "files": {row["path"]: "listed" for row in manifest["inputs"]},
+        "batch_files": batch_files,
+    }
+
+
+def _begin(work: WorkFolder, identity: dict) -> None:
+    """Refuse a folder with batches of another list, tokenizer or size of batch."""
+    marker = work.path / STREAM
+    if marker.exists():
+        old = going_on(files.read_json(marker), identity)
+        if found := differences(old, identity):
+            refuse_other(work.out, found)
+    else:
+        work.refuse_strays()
+    files.write_json(marker, identity)
+
+
+def _tokenize(
+    work: WorkFolder, batches: Batches, request: run.Request, reporter: Reporter
+) -> list[Path]:
+    """The outputs of all batches, those that an earlier run finished among them."""
     folder = work.path / "batches"
     inputs = folder / "inputs"  # one root for all batches, so that names are those of the list
     outs = []
-    ordered = sorted(names, key=os.fsencode)
-    for first in range(0, len(ordered), batch_files):
-        batch = ordered[first : first + batch_files]
-        out = folder / f"{first // batch_files:06d}"
+    ordered = sorted(batches.names, key=os.fsencode)
+    for first in range(0, len(ordered), batches.files):
+        batch = ordered[first : first + batches.files]
+        out = folder / f"{first // batches.files:06d}"
         outs.append(out)
         if not (out / MANIFEST).exists():
             _keep_only(inputs, batch)
-            fetch_all(batch, server, inputs, reporter)
+            fetch_all(batch, batches.server, inputs, reporter, batches.connections)
             run.tokenize(dataclasses.replace(request, given=inputs, out=out), reporter)
             shutil.rmtree(inputs)
-    return merging.merge(outs, request.out, reporter, consume=True)
+    return outs
 
 
 def _keep_only(folder: Path, names: list[str]) -> None:

@@ -11,8 +11,6 @@
 """
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -22,10 +20,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from data_prep import files
-from data_prep.errors import DataPrepError, UsageError
+from data_prep.errors import UsageError
+from data_prep.lock import Lock
 from data_prep.plan import Plan, Scan, Unit, differences
 
 MANIFEST = "manifest.json"
+# What says, in `.work`, which command works here: tokenize and dedup, merge, download.
+PLAN, MERGE, STREAM = "plan.json", "merge.json", "stream.json"
 
 
 class WorkFolder:
@@ -34,7 +35,7 @@ class WorkFolder:
     def __init__(self, out: Path):
         self.out = out
         self.path = out / ".work"
-        self._lock = -1
+        self._lock = Lock(self.path / "lock", out)
 
     # --- one run at a time
 
@@ -47,60 +48,21 @@ class WorkFolder:
             DataPrepError: the disk is full.
         """
         existed = self.out.exists()
-        self.lock()
-        try:
-            yield
-        except BaseException as error:
-            if not self._holds("scans", "units", "assembled", "batches"):
-                shutil.rmtree(self.path, ignore_errors=True)
-                if not existed:
-                    with contextlib.suppress(OSError):  # it holds something else by now
-                        self.out.rmdir()
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DataPrepError(
-                    f"{self.out}: the disk is full; finished units are kept: make room and run "
-                    "the same command again"
-                ) from error
-            raise
-        finally:
-            self.unlock()
+        with files.telling_a_full_disk(self.out), self._lock:
+            try:
+                yield
+            except BaseException:
+                if not self._holds("scans", "units", "assembled", "batches"):
+                    shutil.rmtree(self.path, ignore_errors=True)
+                    if not existed:
+                        with contextlib.suppress(OSError):  # it holds something else by now
+                            self.out.rmdir()
+                raise
 
     def _holds(self, *folders: str) -> bool:
         """Whether there is any file in these folders."""
         found = (path for name in folders for path in (self.path / name).rglob("*"))
         return any(path.is_file() for path in found)
-
-    def lock(self) -> None:
-        """Hold the output folder. A lock is stale exactly when the kernel grants it.
-
-        Raises:
-            UsageError: another run holds it; names its host and process.
-        """
-        path = self.path / "lock"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UsageError(
-                f"--output {self.out}: cannot be written to ({error.strerror.lower()}: "
-                f"{error.filename})"
-            ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The former holder removes .work when it ends: what was locked may be gone.
-            if path.stat().st_ino != os.fstat(self._lock).st_ino:
-                raise BlockingIOError
-        except (BlockingIOError, FileNotFoundError) as error:
-            holder = os.read(self._lock, 200).decode(errors="replace").strip() or "another run"
-            os.close(self._lock)
-            raise UsageError(f"{self.out}: {holder} is working here; wait for it to end") from error
-        os.ftruncate(self._lock, 0)
-        os.write(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-
-    def unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
 
     def remove(self) -> None:
         """Delete all work; the lock's file goes last."""
@@ -115,9 +77,8 @@ class WorkFolder:
     def clear_leftovers(self) -> None:
         """Remove what a run left that ended while it was clearing up."""
         if self.path.exists():
-            self.lock()
-            self.remove()
-            self.unlock()
+            with self._lock:
+                self.remove()
 
     def forget(self) -> None:
         """Drop what is finished: the same run again could only end as this one does."""
@@ -134,7 +95,7 @@ class WorkFolder:
         Raises:
             UsageError: the folder holds work of another plan; says what differs.
         """
-        path = self.path / "plan.json"
+        path = self.path / PLAN
         identity = plan.identity()
         if path.exists():
             old = going_on(files.read_json(path), identity)
@@ -147,11 +108,8 @@ class WorkFolder:
                 refuse_other(self.out, found)
             if found:
                 shutil.rmtree(self.path / "scans")
-        elif strays := [*self.out.glob("**/*.bin"), *self.out.glob("**/*.idx")]:
-            raise UsageError(
-                f"{self.out}: holds {strays[0].name}, which no manifest accounts for; "
-                "choose another output folder"
-            )
+        else:
+            self.refuse_strays()
         shutil.rmtree(self.path / "fresh", ignore_errors=True)
         for name in ("scans", "units", "fresh", "assembled"):
             (self.path / name).mkdir(exist_ok=True)
@@ -159,6 +117,23 @@ class WorkFolder:
         (self.path / "mtimes.json").write_text(
             json.dumps([item.mtime_ns for item in plan.inputs]), encoding="utf-8"
         )
+
+    def refuse_strays(self) -> None:
+        """Refuse a folder that holds data of unknown origin, or another command's work.
+
+        Raises:
+            UsageError: names a file of it.
+        """
+        strays = [
+            *(path for name in (PLAN, MERGE, STREAM) if (path := self.path / name).exists()),
+            *self.out.glob("**/*.bin"),
+            *self.out.glob("**/*.idx"),
+        ]
+        if strays:
+            raise UsageError(
+                f"{self.out}: holds {strays[0].relative_to(self.out)} already, which is not of "
+                "this run; choose another output folder"
+            )
 
     def _changed(self, plan: Plan) -> list[str]:
         """Inputs touched since they were scanned, whose content is no longer what was read."""

@@ -1,5 +1,6 @@
 """Inputs to write and outputs to read back, for the tests of data_prep."""
 
+import contextlib
 import gzip
 import importlib.util
 import itertools
@@ -8,10 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import zstandard
 
 from data_prep.cli import main
@@ -104,3 +106,16 @@ def tree(out: Path) -> dict[str, bytes]:
         for path in sorted(out.rglob("*"))
         if path.is_file()
     }
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """Mount a file system of limited size at `folder`; skips where that is not permitted."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a file system of limited size needs the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

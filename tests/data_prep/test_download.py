@@ -1,5 +1,6 @@
 """Downloads from a real server that breaks off, throttles, and lacks files."""
 
+import fcntl
 import gzip
 import hashlib
 import http.server
@@ -11,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from data_prep.outputs import read_manifest
-from tests.data_prep.helpers import SENTENCEPIECE, command, documents, json_lines, write
+from tests.data_prep.helpers import (
+    SENTENCEPIECE,
+    command,
+    documents,
+    json_lines,
+    small_disk,
+    tree,
+    write,
+)
 
 NAMES = [f"data-jsonl/quality={q}/part-{n}.jsonl.zstd" for q in ("high", "low") for n in (0, 1, 2)]
 
@@ -139,15 +148,104 @@ def test_a_server_that_is_down_ends_in_one_line(capsys, tmp_path, listed):
     assert ended.err.count("\n") == 1
 
 
+def test_a_disk_that_fills_up_is_taken_for_a_broken_connection(capsys, tmp_path, listed, server):
+    """And tried again and again, with ever longer pauses."""
+    with small_disk(tmp_path / "disk", "16k"):
+        ended = download(capsys, listed, server, tmp_path / "disk" / "got")
+        assert ended.code == 1
+        assert "got: the disk is full; what is finished is kept" in ended.err
+        assert ended.err.count("\n") == 1 and server.requests <= len(NAMES)
+
+
+def test_two_downloads_at_once_append_to_one_part(capsys, tmp_path, listed, server):
+    (tmp_path / "got").mkdir()
+    with (tmp_path / "got" / ".download.lock").open("w+") as held:
+        held.write("process 7 on elsewhere\n")
+        held.flush()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        ended = download(capsys, listed, server, tmp_path / "got")
+    assert (ended.code, "process 7 on elsewhere is working here" in ended.err) == (2, True)
+    assert server.requests == 0
+    assert download(capsys, listed, server, tmp_path / "got").code == 0
+    assert not (tmp_path / "got" / ".download.lock").exists()
+
+
+STREAM = ("--tokenizer", SENTENCEPIECE, "--batch-files", 2, "--workers", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--eod", "<s>"), "tokenizer.eod: was 2, now 1"),
+        (("--validation", "10%"), 'options.validation: was "0", now "1/10"'),
+        (("--where", "quality=low"), f'files.{NAMES[0]}: was "listed", now absent'),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+def test_another_stream_into_the_same_folder_takes_over_the_batches_of_the_first(
+    capsys, tmp_path, listed, server, options, message, finished
+):
+    out = tmp_path / "out"
+    if not finished:
+        (server.folder / NAMES[3]).unlink()
+    assert download(capsys, listed, server, out, *STREAM).code == (0 if finished else 3)
+    before = tree(out)
+    ended = download(capsys, listed, server, out, *STREAM, *options)
+    assert (ended.code, message in ended.err) == (2, True), ended.err
+    before.pop(".work/lock", None)
+    after = tree(out)
+    after.pop(".work/lock", None)
+    assert after == before
+
+
+def test_batches_of_another_size_double_or_drop_files(capsys, tmp_path, listed, server):
+    out = tmp_path / "out"
+    (server.folder / NAMES[3]).rename(tmp_path / "held back")
+    assert download(capsys, listed, server, out, *STREAM).code == 3
+    ended = download(capsys, listed, server, out, *STREAM, "--batch-files", 3)
+    assert (ended.code, "batch_files: was 2, now 3" in ended.err) == (2, True), ended.err
+    (tmp_path / "held back").rename(server.folder / NAMES[3])
+    assert download(capsys, listed, server, out, *STREAM).code == 0
+    assert len(documents(out)) == 240
+    assert download(capsys, listed, server, out, *STREAM, "--batch-files", 3).code == 0
+
+
+def test_two_streams_at_once_fetch_into_one_folder(capsys, tmp_path, listed, server):
+    out = tmp_path / "out"
+    (out / ".work").mkdir(parents=True)
+    with (out / ".work" / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        ended = download(capsys, listed, server, out, *STREAM)
+    assert (ended.code, "is working here" in ended.err) == (2, True)
+    assert server.requests == 0
+
+
+def test_another_commands_unfinished_work_is_not_thrown_away(capsys, tmp_path, listed, server):
+    out = tmp_path / "out"
+    write(tmp_path / "in" / "a", json_lines(["one"]))
+    write(tmp_path / "in" / "b", b"broken\n")
+    begun = ("tokenize", tmp_path / "in", "--tokenizer", SENTENCEPIECE, "--output", out)
+    assert command(capsys, *begun, "--workers", 1).code == 3
+    before = tree(out)
+    assert ".work/units/000000/00000/receipt.json" in before
+    done = tmp_path / "done"
+    assert command(capsys, *begun[:1], tmp_path / "in" / "a", *begun[2:5], done).code == 0
+    for ended in (
+        download(capsys, listed, server, out, *STREAM),
+        command(capsys, "merge", done, "--output", out),
+    ):
+        assert (ended.code, "holds .work/plan.json already" in ended.err) == (2, True), ended.err
+    assert set(tree(out)) == set(before)
+
+
 def test_download_tokenise_and_delete_as_one_stream(capsys, tmp_path, listed, server):
     server.burst, server.throttled = 1000, True
-    options = ("--tokenizer", SENTENCEPIECE, "--batch-files", 2, "--workers", 1)
     (server.folder / NAMES[5]).rename(tmp_path / "held back")
-    ended = download(capsys, listed, server, tmp_path / "out", *options)
+    ended = download(capsys, listed, server, tmp_path / "out", *STREAM)
     assert ended.code == 3 and NAMES[5] in ended.err  # the first four are done by now
     (tmp_path / "held back").rename(server.folder / NAMES[5])
     shutil.rmtree(server.folder / "data-jsonl" / "quality=high")
-    ended = download(capsys, listed, server, tmp_path / "out", *options)
+    ended = download(capsys, listed, server, tmp_path / "out", *STREAM)
     assert ended.code == 0, ended.err
     assert not list((tmp_path / "out").rglob("*.zstd"))
     assert [row["path"] for row in read_manifest(tmp_path / "out")["inputs"]] == NAMES
