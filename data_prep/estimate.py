@@ -14,9 +14,9 @@ from data_prep.selection import selected
 from data_prep.tokenizers.encoder import Encoder
 from data_prep.work import WorkFolder
 
-_SAMPLED_INPUTS = 16
-_SAMPLED_BYTES = 1 << 18  # of lines, from each of them
-_SAMPLED_RECORDS = 256
+_SAMPLED_PLACES = 16  # inputs or units, spread over all
+_READ_CHARACTERS = 1 << 22  # of texts, from each of them
+_ENCODED_CHARACTERS = 1 << 18  # of these, spread evenly
 _INDEX_BYTES_PER_DOCUMENT = indexed.index_bytes(1) - indexed.index_bytes(0)
 # Peak use over the final size: the part that is being moved is on disk twice.
 _PEAK = 1.05
@@ -36,30 +36,57 @@ class Estimate:
         return Estimate(int(documents), int(tokens), int(size))
 
 
+@dataclass(frozen=True)
+class _Head:
+    """What the first records of a place give, on average a record."""
+
+    records: int
+    end: int | None  # offset of the first that was not read; None where all were
+    documents: float
+    tokens: float
+    seconds: float
+
+
+def _head(plan: Plan, source: Input, kind: str, unit: Unit, encoder: Encoder) -> _Head:
+    began = time.perf_counter()
+    found: list[Item] = []
+    characters, end = 0, None
+    for item in reading.items(source, kind, unit, plan.options):
+        if characters >= _READ_CHARACTERS:
+            end = item.offset
+            break
+        found.append(item)
+        characters += len(item.text or "")
+    read = time.perf_counter()
+    taken = found[:: max(1, characters // _ENCODED_CHARACTERS)]
+    cleaned = selected(iter(taken), Cleaner(plan.options, source.partition))
+    texts = [item.text for item in cleaned if item.text is not None]
+    tokens = sum(map(len, encoder.encode(texts)))
+    encoded = time.perf_counter()
+    records, sampled = max(len(found), 1), max(len(taken), 1)
+    return _Head(
+        records=len(found),
+        end=end,
+        documents=len(texts) / sampled,
+        tokens=tokens / sampled,
+        seconds=(read - began) / records + (encoded - read) / sampled,
+    )
+
+
 def from_sample(
     plan: Plan, scans: dict[int, Scan], units: list[Unit], encoder: Encoder
 ) -> Estimate:
-    """Tokenise the first records of a few units spread over all, and scale by records."""
-    records = documents = tokens = 0
-    for unit in units[:: max(1, len(units) // _SAMPLED_INPUTS)]:
-        head = _head(plan, plan.inputs[unit.input], scans[unit.input].kind, unit)
-        texts = [item.text for item in head if item.text is not None]
-        records += len(head)
-        documents += len(texts)
-        tokens += sum(map(len, encoder.encode(texts)))
+    """Tokenise some records of a few units spread over all; each stands for its own share."""
+    records = documents = tokens = 0.0
+    for unit in units[:: max(1, len(units) // _SAMPLED_PLACES)]:
+        scan = scans[unit.input]
+        head = _head(plan, plan.inputs[unit.input], scan.kind, unit, encoder)
+        held = _records_of(unit, scan)
+        records += held
+        documents += held * head.documents
+        tokens += held * head.tokens
     scale = sum(_records_of(unit, scans[unit.input]) for unit in units) / max(records, 1)
     return Estimate.of(documents * scale, tokens * scale, encoder)
-
-
-def _head(plan: Plan, source: Input, kind: str, unit: Unit) -> list[Item]:
-    """The first records of a unit, cleaned."""
-    found = reading.items(source, kind, unit, plan.options)
-    head: list[Item] = []
-    for item in selected(found, Cleaner(plan.options, source.partition)):
-        head.append(item)
-        if item.offset - head[0].offset >= _SAMPLED_BYTES or len(head) >= _SAMPLED_RECORDS:
-            break
-    return head
 
 
 def _records_of(unit: Unit, scan: Scan) -> int:
@@ -92,17 +119,15 @@ def dry_run(plan: Plan, encoder: Encoder, workers: int) -> dict:
     Keys: inputs, input_bytes, documents, tokens, output_bytes, seconds, hours.
     """
     encoder.encode(["The first call of a library may take longer."])
-    chosen = plan.inputs[:: max(1, len(plan.inputs) // _SAMPLED_INPUTS)]
     sampled_bytes = documents = tokens = seconds = 0.0
-    for source in chosen:
+    for source in plan.inputs[:: max(1, len(plan.inputs) // _SAMPLED_PLACES)]:
         kind = streams.file_kind(source.path)
-        began = time.perf_counter()
-        head = _head(plan, source, kind, Unit(0, 0, 0, 1 << 62, 0))
-        texts = [item.text for item in head if item.text is not None]
-        tokens += sum(map(len, encoder.encode(texts)))
-        seconds += time.perf_counter() - began
-        documents += len(texts)
-        sampled_bytes += _bytes_on_disk(source, kind, head)
+        head = _head(plan, source, kind, Unit(0, 0, 0, 1 << 62, 0), encoder)
+        held = head.records / _share_read(source, kind, head.end)
+        sampled_bytes += source.bytes
+        documents += held * head.documents
+        tokens += held * head.tokens
+        seconds += held * head.seconds
     in_all = sum(source.bytes for source in plan.inputs)
     scale = in_all / max(sampled_bytes, 1)
     whole = Estimate.of(documents * scale, tokens * scale, encoder)
@@ -120,22 +145,20 @@ def dry_run(plan: Plan, encoder: Encoder, workers: int) -> dict:
     }
 
 
-def _bytes_on_disk(source: Input, kind: str, head: list[Item]) -> float:
-    """How much of the file the head took up, by the ratio of what was decompressed so far."""
-    if not head:
-        return source.bytes
+def _share_read(source: Input, kind: str, end: int | None) -> float:
+    """The part of a file before the offset `end`, by the ratio of what was decompressed so far."""
+    if end is None:
+        return 1.0
     if kind == "parquet":
         from data_prep import parquet
 
-        return source.bytes * len(head) / parquet.rows(source.path)
-    last = head[-1]
-    read = last.offset + (len(last.text.encode()) if last.text else 0)
+        return end / parquet.rows(source.path)
     if kind == "plain":
-        return min(read, source.bytes)
+        return end / source.bytes
     with Path(source.path).open("rb") as file:
         inflated = 0
         for chunk in streams.decompressed(file, kind, source.path):
             inflated += len(chunk)
-            if inflated > max(read, 1 << 22):
-                return read * file.tell() / inflated
-        return source.bytes * min(1.0, read / max(inflated, 1))
+            if inflated >= end:
+                break
+        return end / inflated * file.tell() / source.bytes

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import shutil
 
 import pytest
@@ -298,6 +299,22 @@ def test_a_dry_run_estimates_and_writes_nothing(capsys, tmp_path, source, out):
     assert found["tokens"] == pytest.approx(tokens, rel=0.25)
     assert found["output_bytes"] > 0 and found["hours"] > 0
     assert not out.exists()
+
+
+def test_a_few_long_documents_weigh_as_much_as_many_short_ones_in_an_estimate(capsys, tmp_path):
+    """Pooled over the files, equal samples of unequal files were 18 % off."""
+    chance = random.Random(0)
+    words = [chance.randbytes(3).hex() for _ in range(1000)]
+    for name, count, length in [("a.zst", 9000, 20), ("b.gz", 60, 4000), ("c", 2000, 300)]:
+        texts = [" ".join(chance.choices(words, k=length)) for _ in range(count)]
+        write(tmp_path / "in" / f"p={name}", json_lines(texts))
+    estimate = json.loads(
+        tokenize(capsys, tmp_path / "in", tmp_path / "o", "--dry-run", "--json").out
+    )
+    exact = json.loads(tokenize(capsys, tmp_path / "in", tmp_path / "out", "--json").out)
+    for key in ("documents", "tokens"):
+        assert estimate[key] == pytest.approx(exact[key], rel=0.03)
+    assert estimate["output_bytes"] == pytest.approx(exact["bytes"], rel=0.03)
 
 
 def test_a_json_summary_is_one_object(capsys, tmp_path, source):
