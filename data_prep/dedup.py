@@ -9,6 +9,7 @@ workers, nor the size of units.
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +142,7 @@ class _Dedup:
         texts = sum(self.work.receipt(unit)["texts"] for unit in units)
         firsts = np.cumsum([0, *(scan.records for scan in self.scans.values())])
         fresh = self.work.path / "fresh"
-        marks = np.memmap(fresh / "marks", dtype=bool, mode="w+", shape=max(int(firsts[-1]), 1))
+        marks = _marks(fresh / "marks", max(int(firsts[-1]), 1))
         self._mark(units, texts, firsts, marks)
         rows = [
             self._write(index, np.flatnonzero(marks[firsts[index] : firsts[index + 1]]))
@@ -202,6 +203,16 @@ class _Dedup:
             "file": path.name,
             "file_sha256": files.sha256_of(path),
         }
+
+
+def _marks(path: Path, records: int) -> np.ndarray:
+    """A mapped file of one byte a record, all 0.
+
+    Its room is taken first: a mapping that meets a full disk kills the process.
+    """
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, records)
+    return np.memmap(path, dtype=bool, mode="r+")
 
 
 def _copies(rows: np.ndarray, keys: tuple[str, ...]) -> np.ndarray:

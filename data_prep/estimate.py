@@ -1,13 +1,11 @@
 """How much a run will read and write, from a small sample of its inputs."""
 
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep import indexed, reading, sampling, streams
+from data_prep import files, indexed, reading, sampling, streams
 from data_prep.cleaning import Cleaner
-from data_prep.errors import DataPrepError
 from data_prep.plan import Input, Plan, Scan, Unit
 from data_prep.reading import Item
 from data_prep.selection import selected
@@ -105,12 +103,7 @@ def check_space(
         share = min(1.0, sampling.MARGIN * limit / max(expected.tokens, 1))
         expected = Estimate.of(expected.documents * share, expected.tokens * share, encoder)
     needed = int(expected.output_bytes * _PEAK)
-    free = shutil.disk_usage(work.out).free
-    if needed > free:
-        raise DataPrepError(
-            f"{work.out}: about {needed / 1e9:.3g} GB are needed and {free / 1e9:.3g} GB are free; "
-            "make room, or spread the run over several disks with --shard"
-        )
+    files.check_room(work.out, needed, "spread the run over several disks with --shard")
 
 
 def dry_run(plan: Plan, encoder: Encoder, workers: int) -> dict:

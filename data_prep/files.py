@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,6 +40,16 @@ def telling_a_full_disk(folder: Path) -> Iterator[None]:
             f"{folder}: the disk is full; what is finished is kept: make room and run the same "
             "command again"
         ) from error
+
+
+def check_room(folder: Path, needed_bytes: int, advice: str) -> None:
+    """Raise DataPrepError, with advice, where the disk of `folder` has less room than is needed."""
+    free = shutil.disk_usage(folder).free
+    if needed_bytes > free:
+        raise DataPrepError(
+            f"{folder}: about {needed_bytes / 1e9:.3g} GB are needed and {free / 1e9:.3g} GB are "
+            f"free; make room, or {advice}"
+        )
 
 
 def write_text(path: Path, text: str, scratch: Path | None = None) -> None:

@@ -75,6 +75,7 @@ def merge(given: list[Path], out: Path, reporter: Reporter, consume: bool = Fals
     manifest = _of_shards(manifests) if shards else _of_runs(manifests)
     with work.held():
         _begin(work, manifests, consume)
+        _check_room(work, manifests, consume)
         made = _Merge(manifests, work, reporter, consume).write(manifest)
         if not consume:
             work.remove()
@@ -108,6 +109,18 @@ def _begin(work: WorkFolder, manifests: dict[Path, dict], consume: bool) -> None
     shutil.rmtree(work.path / "fresh", ignore_errors=True)
     for name in ("assembled", "fresh"):
         (work.path / name).mkdir(exist_ok=True)
+
+
+def _check_room(work: WorkFolder, manifests: dict[Path, dict], consume: bool) -> None:
+    """Raise DataPrepError where what is still to be written will not fit the disk."""
+    rows = [row for manifest in manifests.values() for row in manifest["outputs"]]
+    disk = work.out.stat().st_dev
+    moved = consume and all(path.stat().st_dev == disk for path in manifests)
+    largest_or_all = max if moved else sum  # what was moved is deleted, file by file
+    needed = largest_or_all(row["bytes"] for row in rows) + sum(r["index"]["bytes"] for r in rows)
+    there = sum(p.stat().st_size for p in (work.path / "assembled").rglob("*") if p.is_file())
+    advice = "give --consume, which deletes what is joined" if not consume else "choose another disk"
+    files.check_room(work.out, needed - (0 if moved else there), advice)
 
 
 def _check_tokenizers(manifests: dict[Path, dict]) -> None:

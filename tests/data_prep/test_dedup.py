@@ -12,7 +12,16 @@ from data_prep import near
 from data_prep.near import band_keys
 from data_prep.outputs import read_manifest
 from data_prep.skiplist import SkipList
-from tests.data_prep.helpers import SENTENCEPIECE, command, documents, json_lines, tree, write
+from tests.data_prep.helpers import (
+    SENTENCEPIECE,
+    command,
+    documents,
+    json_lines,
+    process,
+    small_disk,
+    tree,
+    write,
+)
 from tests.data_prep.kills import killed_at
 
 
@@ -178,3 +187,15 @@ def test_records_fall_into_buckets_that_fit_memory(capsys, tmp_path, source, mon
     monkeypatch.setattr(deduplication, "_BUCKET_BYTES", 500)
     assert command(capsys, *dedup(source, tmp_path / "many")).code == 0
     assert tree(tmp_path / "one") == tree(tmp_path / "many")
+
+
+def test_a_disk_that_fills_up_while_copies_are_marked_kills_the_process(tmp_path):
+    """By SIGBUS, as it does any that writes to a mapped file without room for it."""
+    write(tmp_path / "in" / "a.zst", json_lines(["same"] * 200_000))
+    with small_disk(tmp_path / "disk", "4788k"):  # the hashes fit, the marks do not
+        out = tmp_path / "disk" / "skip"
+        running = process(*dedup(tmp_path / "in", out, "--unit-bytes", "100M"))
+        _, err = running.communicate(timeout=120)
+        assert list(out.glob(".work/units/*/*/receipt.json"))
+    assert running.returncode == 1, (running.returncode, err)
+    assert "the disk is full" in err and err.count("\n") == 1

@@ -9,7 +9,15 @@ import pytest
 import yaml
 
 from data_prep.outputs import read_manifest
-from tests.data_prep.helpers import SENTENCEPIECE, TEKKEN, command, json_lines, tree, write
+from tests.data_prep.helpers import (
+    SENTENCEPIECE,
+    TEKKEN,
+    command,
+    json_lines,
+    small_disk,
+    tree,
+    write,
+)
 from tests.data_prep.kills import killed_at
 
 PARTITIONS = [
@@ -197,6 +205,18 @@ def test_a_merge_that_consumes_its_inputs_needs_no_room_for_both_and_can_be_kill
         if not killed:
             break
     assert point > 90
+
+
+def test_a_merge_that_cannot_fit_is_refused_before_it_begins(capsys, tmp_path, shards, out):
+    whole = sum(path.stat().st_size for path in out.rglob("*.bin"))
+    with small_disk(tmp_path / "disk", f"{whole // 1024 + 12}k"):
+        joined = tmp_path / "disk" / "joined"
+        (tmp_path / "disk" / "ballast").write_bytes(bytes(16 << 10))
+        for options in ((), ("--consume",)):  # the shards lie on another disk
+            ended = command(capsys, "merge", *shards, "--output", joined, *options)
+            assert (ended.code, "are needed and" in ended.err) == (1, True), ended
+        assert not joined.exists()
+    assert all((shard / "manifest.json").exists() for shard in shards)
 
 
 def test_a_merge_that_began_to_consume_is_not_taken_up_as_one_that_copies(capsys, tmp_path, shards):
