@@ -18,6 +18,7 @@ from data_prep.plan import Plan
 from data_prep.work import WorkFolder
 from data_prep.worker import Step, Worker
 
+STALL_SECONDS = 3600  # without a word from any worker: one text may take minutes, not hours
 _REPORT_SECONDS = 0.2
 _PR_SET_PDEATHSIG = 1
 
@@ -99,7 +100,10 @@ class LocalPool:
         for pipe in self._pipes:
             self._hand_out(pipe, waiting, busy)
         while busy:
-            for pipe in wait(list(busy)):
+            heard = wait(list(busy), timeout=STALL_SECONDS)
+            if not heard:
+                raise self._stall(busy)
+            for pipe in heard:
                 number, task = self._pipes.index(pipe), busy[pipe]
                 try:
                     kind, content = pipe.recv()
@@ -121,6 +125,16 @@ class LocalPool:
             pipe.send(task)
         except OSError as error:
             raise self._death(self._pipes.index(pipe), task) from error
+
+    def _stall(self, busy: dict[Connection, Task]) -> DataPrepError:
+        tasks = ", ".join(
+            f"{task.label} by process {self._processes[self._pipes.index(pipe)].pid}"
+            for pipe, task in busy.items()
+        )
+        return DataPrepError(
+            f"no worker was heard of for {STALL_SECONDS} s; waiting for {tasks}; does the file "
+            "system hang? finished units are kept: run the same command again"
+        )
 
     def _death(self, number: int, task: Task) -> DataPrepError:
         process = self._processes[number]

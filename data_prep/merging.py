@@ -119,7 +119,9 @@ def _check_room(work: WorkFolder, manifests: dict[Path, dict], consume: bool) ->
     largest_or_all = max if moved else sum  # what was moved is deleted, file by file
     needed = largest_or_all(row["bytes"] for row in rows) + sum(r["index"]["bytes"] for r in rows)
     there = sum(p.stat().st_size for p in (work.path / "assembled").rglob("*") if p.is_file())
-    advice = "give --consume, which deletes what is joined" if not consume else "choose another disk"
+    advice = (
+        "give --consume, which deletes what is joined" if not consume else "choose another disk"
+    )
     files.check_room(work.out, needed - (0 if moved else there), advice)
 
 

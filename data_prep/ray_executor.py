@@ -7,17 +7,12 @@ a twin that came first stays.
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from data_prep.errors import DataPrepError, UsageError
+from data_prep.executor import STALL_SECONDS, Task
 from data_prep.plan import Plan
 from data_prep.work import WorkFolder
 from data_prep.worker import Step, Worker
-
-if TYPE_CHECKING:
-    from data_prep.executor import Task
-
-_STALL_SECONDS = 3600
 
 
 class RayPool:
@@ -56,7 +51,7 @@ class RayPool:
     def __exit__(self, *_: object) -> None:
         self._ray.shutdown()
 
-    def run(self, tasks: Iterable["Task"], listen: Callable) -> None:
+    def run(self, tasks: Iterable[Task], listen: Callable) -> None:
         """Do all tasks, each once, in any order; see executor.LocalPool.run."""
         waiting = iter(tasks)
         running: dict = {}
@@ -65,11 +60,11 @@ class RayPool:
                 running[self._do.remote(self._shared, task.method, task.argument)] = task
             if not running:
                 return
-            done, _ = self._ray.wait(list(running), timeout=_STALL_SECONDS)
+            done, _ = self._ray.wait(list(running), timeout=STALL_SECONDS)
             if not done:
                 labels = ", ".join(task.label for task in list(running.values())[:3])
                 raise DataPrepError(
-                    f"--executor ray: nothing was finished for {_STALL_SECONDS} s; waiting for "
+                    f"--executor ray: nothing was finished for {STALL_SECONDS} s; waiting for "
                     f"{labels}; are the cluster's nodes alive?"
                 )
             for reference in done:

@@ -3,10 +3,12 @@
 import contextlib
 import fcntl
 import itertools
+import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 
+from data_prep import executor
 from data_prep.cli import main
 from tests.data_prep.helpers import (
     SENTENCEPIECE,
@@ -157,6 +160,26 @@ def test_a_worker_that_is_killed_is_named_and_the_run_ends(long_corpus, tmp_path
     _, err = running.communicate(timeout=120)
     assert running.returncode == 1
     assert f"(process {victim}) died with signal SIGKILL" in err and "while on" in err
+    assert command(capsys, *arguments(long_corpus, out)).code == 0
+
+
+def test_workers_that_hang_are_waited_for_forever(long_corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(executor, "STALL_SECONDS", 3)
+    out = tmp_path / "out"
+
+    def hang():
+        while not list(out.glob(".work/units/*/*/receipt.json")):
+            time.sleep(0.01)
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid, signal.SIGSTOP)
+
+    threading.Thread(target=hang, daemon=True).start()
+    ended = command(capsys, *arguments(long_corpus, out, workers=2))
+    assert ended.code == 1
+    assert (
+        "no worker was heard of for 3 s; waiting for 0" in ended.err and "by process" in ended.err
+    )
+    assert not multiprocessing.active_children()
     assert command(capsys, *arguments(long_corpus, out)).code == 0
 
 
