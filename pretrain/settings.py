@@ -10,6 +10,7 @@ from megatron_ext.checkpoint.config import CheckpointConfig
 from megatron_ext.config import Section
 from megatron_ext.diloco.config import OuterConfig
 from megatron_ext.diloco.published import outer_defaults
+from megatron_ext.diloco.units import check_fragments
 from megatron_ext.errors import ConfigError
 from megatron_ext.model import experts
 from megatron_ext.model.accelerators import fused_gradients
@@ -106,6 +107,8 @@ class RunConfig(Section):
         _check_pipeline(self)
         _check_batch(self)
         _check_schedule(self)
+        if self.outer.interval:
+            check_fragments(self.model.layers, self.outer.fragments, self.outer.fragment_order)
         decay = self.optimizer.averaging.decay
         if self.outer.interval and decay:
             raise ConfigError(

@@ -29,7 +29,7 @@ class Fragment:
         anchor: flat FP32, unit by unit.
         rounds: outer steps taken.
         sent: inner steps taken when it was sent; None while nothing is in flight.
-        since: inner steps since the masters were the anchor.
+        since: inner steps since the masters of all replicas were the anchor.
         tokens: trained on by this replica since it was last sent.
     """
 
@@ -92,13 +92,12 @@ class Fragment:
         assert summary is not None and sent is not None and self._delta is not None
         self.optimizer.lr, self.optimizer.momentum = lr, momentum
         self.optimizer.step(self._split(self.anchor), self._split(self._delta))
-        if self._wire.index in summary.left_out:
-            mix = 0.0  # nothing of its own is worth keeping
-        self._set_masters(mix)
+        # Of a replica that was left out nothing is worth keeping.
+        self._set_masters(0.0 if self._wire.index in summary.left_out else mix)
         if not self._config.delay:
             self._delta = None
         self.rounds += 1
-        if mix == 0:
+        if mix == 0:  # in all replicas alike: the loop decides by `since` what all send at the end
             self.since = 0
         self.sent = self._summary = None
         applied = time.perf_counter() - started

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from megatron_ext.blocks import Block
+from megatron_ext.errors import ConfigError
 from megatron_ext.model.logical import kind_of
 
 # Embedding and head are coded in blocks of whole rows of about this many elements.
@@ -34,9 +35,12 @@ def fragments_of(names: Iterable[str], count: int, order: Order) -> dict[str, in
     head as one after the last, and the first fragments are the larger ones (MuLoCo's published
     code). Strided, layer i goes to fragment i mod count (Streaming DiLoCo, arXiv 2501.18512), the
     embedding to the first fragment and the head to the last.
+
+    Raises ConfigError as `check_fragments` does.
     """
     names = list(names)
     layers = 1 + max(int(name.split(".")[1]) for name in names if name.startswith("layers."))
+    check_fragments(layers, count, order)
     if order == "strided":
         of_layer = [layer % count for layer in range(layers)]
         first, last = 0, count - 1
@@ -45,6 +49,16 @@ def fragments_of(names: Iterable[str], count: int, order: Order) -> dict[str, in
         sizes = [size + (index < rest) for index in range(count)]
         first, *of_layer, last = [f for f, length in enumerate(sizes) for _ in range(length)]
     return {name: _fragment_of(name, of_layer, first, last) for name in names}
+
+
+def check_fragments(layers: int, count: int, order: Order) -> None:
+    """Raise ConfigError for more fragments than layers, embedding and head can fill."""
+    most = layers + (1 if order == "strided" else 2)
+    if count > most:
+        raise ConfigError(
+            f"outer.fragments={count} would leave some empty; with model.layers={layers} and "
+            f"outer.fragment_order={order} use at most {most}"
+        )
 
 
 def _fragment_of(name: str, of_layer: list[int], first: int, last: int) -> int:

@@ -208,6 +208,11 @@ def test_wrong_option_is_one_line_with_what_is_allowed(override, hint):
             "optimizer.decay_steps=151 must not exceed train.steps=160",
         ),
         (["parallel.cp=2"], "needs model.implementation=transformer_engine"),
+        (["model.layers=2", "outer.fragments=5"], "outer.fragments=5 would leave some empty"),
+        (
+            ["model.layers=2", "outer.fragments=4", "outer.fragment_order=strided"],
+            "outer.fragment_order=strided use at most 3",
+        ),
         (
             ["parallel.pp=2", "model.tie_head=true", "train.overlap=true"],
             "refuses train.overlap=true",

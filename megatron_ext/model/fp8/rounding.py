@@ -96,24 +96,31 @@ class Blocks:
         return rounded(blocks, scale, dtype).flatten(2, 3).flatten(0, 1)[:rows, :cols]
 
 
-class Delayed:
+class Delayed(torch.nn.Module):
     """The scale of a step comes from the amax of the steps before it.
 
     Within a step the scales stand still, so that recomputed activations and all micro-batches are
     rounded alike; at its end `largest` goes into the history. Transformer Engine does so after each
     micro-batch.
 
-    Attributes:
+    Attributes, which move to a device with the model, and wait for no GPU:
         largest: [3] amax of input, weight and gradient in this step so far.
         history: [3, amax_history] of the steps before, the latest first.
         scale: [3] in use.
     """
 
+    largest: torch.Tensor
+    history: torch.Tensor
+    scale: torch.Tensor
+
     def __init__(self, fp8: Fp8Config):
+        super().__init__()
         self._fp8 = fp8
-        self.largest = torch.zeros(len(ROLES))
-        self.history = torch.zeros(len(ROLES), fp8.amax_history)
-        self.scale = torch.ones(len(ROLES))
+        roles = len(ROLES)
+        # Not persistent: checkpoints hold them by logical name (state.py).
+        self.register_buffer("largest", torch.zeros(roles), persistent=False)
+        self.register_buffer("history", torch.zeros(roles, fp8.amax_history), persistent=False)
+        self.register_buffer("scale", torch.ones(roles), persistent=False)
 
     def round(
         self, role: Role, values: torch.Tensor, along: int, record: bool = False
@@ -133,8 +140,9 @@ class Delayed:
         amax = self.history[:, 0] if recent else self.history.amax(1)
         for place, role in enumerate(ROLES):
             # Nothing seen yet, or not finite: the scale stays.
-            if 0 < amax[place] < torch.inf:
-                self.scale[place] = scale_of(amax[place], dtype_of(role, self._fp8), False)
+            seen = (amax[place] > 0) & amax[place].isfinite()
+            fresh = scale_of(amax[place], dtype_of(role, self._fp8), power_of_two=False)
+            self.scale[place] = torch.where(seen, fresh, self.scale[place])
 
 
 Recipe = Tensorwise | Blocks | Delayed

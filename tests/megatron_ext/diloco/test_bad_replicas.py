@@ -77,3 +77,28 @@ def test_with_no_good_replica_left_it_stops_whatever_is_configured():
     for error, _, anchors, _ in run(take_one_step, 2, parallel, outer, [0, 1], INFINITE):
         assert "the pseudogradient of replica 0, 1 is not finite" in error
         check_anchor(anchors, 0.0)
+
+
+def go_to_the_end(rank, parallel, outer, bad_at):
+    """Three steps, in one of which replica 1 moves too far: its records, and the masters."""
+    with join(parallel, 30) as replicas:
+        inner = make(parallel, MODEL, OptimizerConfig(lr=0.1))
+        loop = OuterLoop(inner, outer, replicas, steps=3)
+        rounds = []
+        for step in (1, 2, 3):
+            inner.masters += FAR if replicas.index == 1 and step == bad_at else 1
+            rounds += loop.step(step, tokens=1, last=step == 3)
+        return [record.left_out for record in rounds], inner.masters.clone()
+
+
+def test_a_replica_left_out_just_before_the_end_keeps_the_others_waiting():
+    """What was sent after step 2 is applied in the last one, and then all send once more."""
+    parallel = ParallelConfig(replicas=3)
+    outer = OuterConfig(
+        interval=2, delay=1, mix=0.5, lr=0.7, momentum=0.6,
+        outlier_factor=4, bad_replica="leave_out",
+    )  # fmt: skip
+    (left_out, first), *others = run(go_to_the_end, 3, parallel, outer, 2)
+    assert left_out == [[1], []]
+    for theirs, masters in others:
+        assert theirs == left_out and torch.equal(masters, first)

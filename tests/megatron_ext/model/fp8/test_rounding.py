@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.model.fp8.config import Fp8Config
 from megatron_ext.model.fp8.emulation import _Product
-from megatron_ext.model.fp8.rounding import Blocks, Delayed, Tensorwise, make_recipe
+from megatron_ext.model.fp8.rounding import ROLES, Blocks, Delayed, Tensorwise, make_recipe
 
 LENGTH = {"blockwise": 128, "mxfp8": 32}
 
@@ -100,6 +100,20 @@ def test_delayed_scale_follows_the_history(algorithm):
         assert delayed.scale.tolist() == [scale, 1.0, 1.0]  # nothing was seen of the others
     delayed.round("input", torch.tensor([[1e9]]), 1)
     assert delayed.largest.tolist() == [0, 0, 0]  # evaluation leaves no trace
+
+
+def test_scales_of_earlier_steps_stay_on_the_cpu_when_the_layer_moves():
+    """Where NCCL cannot reach them; the meta device also refuses any wait for a value."""
+    layer = torch.nn.Module()
+    layer.recipe = make_recipe(Fp8Config(format="hybrid", recipe="delayed"), None)
+    layer.to("meta")
+    values = torch.empty(4, 16, device="meta")
+    for role in ROLES:
+        assert layer.recipe.round(role, values, 1, record=True).shape == values.shape
+    layer.recipe.finish_step()
+    for state in (layer.recipe.largest, layer.recipe.history, layer.recipe.scale):
+        assert state.device.type == "meta"
+    assert not layer.state_dict()  # checkpoints hold them by logical name
 
 
 def test_zeros_stay_zeros_and_tiny_values_make_no_nan():
