@@ -158,9 +158,10 @@ def _our_step(model: ModelConfig, parallel: ParallelConfig, name: str, arithmeti
     chunks = build(model, parallel, precision="fp32", recompute="none", seed=1)
     stage = Stage(chunks, describe(chunks, model, parallel), routes, chunks[0].config)
     optimizer = InnerOptimizer(stage, config, lambda block: torch.randn(block.size))
-    for index in range(len(stage.plan.parameters)):
-        stage.gradient(index).normal_()
-    return _Ours(lambda: optimizer.step(LR), stage.plan)
+    (part,) = stage.parts
+    for parameter in part.parameters:
+        parameter.main_grad.normal_()
+    return _Ours(lambda: optimizer.step(LR), part.plan)
 
 
 def _their_step(

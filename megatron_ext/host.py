@@ -4,7 +4,7 @@ Megatron-core asks for "the CUDA device" in many places even when nothing is com
 explicit call, `prepare()`, answers these questions with the CPU. It changes torch for the whole
 process, does nothing where CUDA is there, and may be called again.
 
-Covered: tensor, sequence and pipeline parallelism, DDP with the distributed optimizer's buffers,
+Covered: tensor, sequence, pipeline and expert parallelism, DDP with the distributed optimizer's buffers,
 recomputation, dist_checkpointing (synchronous, plain load) and GPTDataset. Megatron's own
 optimizers, timers and rerun machine are not: this project does not use them.
 """
@@ -27,6 +27,7 @@ def prepare() -> None:
         return
     _patch_torch()
     _patch_random_state()
+    _patch_dispatcher()
 
 
 def _patch_torch() -> None:
@@ -68,6 +69,17 @@ def _patch_random_state() -> None:
     core_random._set_cuda_rng_state = _set_rng_state
 
 
+def _patch_dispatcher() -> None:
+    """Let core's all-to-all of experts' tokens find its counts here, where they are already.
+
+    From a GPU it copies them on a stream of its own, which it makes if there is none yet.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _IdleStream()
+    token_dispatcher.maybe_move_tensor_to_cpu = _counts
+
+
 def _on_cpu(factory):
     @functools.wraps(factory)
     def create(*args, **kwargs):
@@ -85,6 +97,20 @@ def _current_device() -> torch.device:
 
 def _nothing(*args, **kwargs) -> None:
     return None
+
+
+def _counts(counts, as_numpy: bool = False, record_stream: bool = False):
+    """Where they lie on the CPU, core leaves them tensors, which torch's all-to-all refuses."""
+    return counts.numpy() if as_numpy and torch.is_tensor(counts) else counts
+
+
+class _IdleStream:
+    """A stream, and an event on it, where nothing runs later than it is called."""
+
+    wait_stream = synchronize = _nothing
+
+    def record_event(self) -> "_IdleStream":
+        return self
 
 
 def _same_tensor(tensor: torch.Tensor, *args, **kwargs) -> torch.Tensor:

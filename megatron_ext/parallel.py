@@ -19,6 +19,8 @@ class ParallelConfig(Section):
     """Context parallelism: ranks that share each sequence."""
     dp: PositiveInt = 1
     """Data parallelism inside a replica: ranks that share each batch."""
+    ep: PositiveInt = 1
+    """Expert parallelism: data-parallel ranks that share the experts of a layer out."""
     sequence_parallel: bool = False
     """Cut activations between the tensor-parallel layers along the sequence."""
     interleave: PositiveInt = 1
@@ -44,5 +46,11 @@ class ParallelConfig(Section):
         if self.interleave > 1 and self.pp == 1:
             raise ConfigError(
                 f"parallel.interleave={self.interleave} needs parallel.pp of at least 2"
+            )
+        if self.dp * self.cp % self.ep:
+            raise ConfigError(
+                f"parallel.ep={self.ep} does not divide parallel.dp × parallel.cp="
+                f"{self.dp * self.cp}, the ranks that share the experts of a layer out; use a "
+                "divisor, or more data parallelism"
             )
         return self

@@ -247,6 +247,7 @@ def initialize_megatron(parallel: ParallelConfig, seed: int) -> None:
             parallel.interleave if parallel.interleave > 1 else None
         ),
         context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -61,7 +61,7 @@ class OuterLoop:
         self._background = Background("outer-exchange", inner.masters.device)
         timeout = timedelta(seconds=replicas.timeout_seconds)
         replica = dist.new_group(backend="gloo", timeout=timeout)
-        names = list(inner.stage.plan.routes)  # of the whole model
+        names = list(inner.stage.routes)  # of the whole model
         fragments = fragments_of(names, config.fragments, config.fragment_order)
         share = Share(inner.blocks, inner.masters, fragments)
         self.fragments = [

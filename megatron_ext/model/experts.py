@@ -2,9 +2,9 @@
 
 Each token goes to the `experts_per_token` experts that its router finds likeliest, whose outputs
 are added, weighted by their probabilities among all experts (Switch Transformer, arXiv 2101.03961;
-OLMoE, arXiv 2409.02060). No token is dropped. Every rank holds its slice of every expert, like that
-of a dense layer, so a matrix of an expert has the same groups as any other; there is no expert
-parallelism.
+OLMoE, arXiv 2409.02060). No token is dropped. Every rank holds its tensor-parallel slice of every
+expert, like that of a dense layer; under expert parallelism only of its share of them, and tokens
+travel between the `parallel.ep` ranks that hold the others.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def layer_of_experts(expert: MLPSubmodules) -> Callable[..., torch.nn.Module]:
     )
 
 
-def core_options(model: ModelConfig) -> dict[str, Any]:
+def core_options(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
     """The fields of megatron-core's TransformerConfig that concern experts."""
     if not model.experts:
         return {}
@@ -44,15 +44,35 @@ def core_options(model: ModelConfig) -> dict[str, Any]:
         # (DeepSeek-V3, arXiv 2412.19437, eq. 17-20).
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": model.router_balance,
-        # The tokens of a sequence-parallel region are gathered, as before a dense layer.
-        "moe_token_dispatcher_type": "allgather",
+        "moe_token_dispatcher_type": _dispatcher(model, parallel),
     }
+
+
+def _dispatcher(model: ModelConfig, parallel: ParallelConfig) -> str:
+    """How tokens get to their experts: gathered by all ranks, or sent to those that they chose.
+
+    Of T tokens on each of tp × ep ranks, "allgather" brings a rank (tp · ep - 1) · T; "alltoall"
+    brings experts_per_token / ep times as many, but one for each choice.
+    """
+    # Over tensor parallelism its pieces are gathered in unequal sizes, which gloo cannot do.
+    possible = parallel.tp == 1 or torch.cuda.is_available()
+    return "alltoall" if possible and model.experts_per_token < parallel.ep else "allgather"
 
 
 def refuse_what_cannot_work(model: ModelConfig, parallel: ParallelConfig, fp8: Fp8Config) -> None:
     """Raises ConfigError for a layout or an implementation that experts do not have here."""
     if not model.experts:
+        if parallel.ep > 1:
+            raise ConfigError(
+                f"parallel.ep={parallel.ep} with model.experts=0: a dense model has no experts to "
+                "share out; use parallel.ep=1"
+            )
         return
+    if model.experts % parallel.ep:
+        raise ConfigError(
+            f"parallel.ep={parallel.ep} does not divide model.experts={model.experts}: each rank "
+            "holds as many experts as the others; use a divisor"
+        )
     if model.implementation != "plain":
         raise ConfigError(
             f"model.experts={model.experts} with model.implementation={model.implementation}: "

@@ -108,6 +108,7 @@ def transformer_config(
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.interleave if interleaved else None,
         context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
         sequence_parallel=parallel.sequence_parallel,
         bf16=precision == "bf16",
         params_dtype=dtype,
@@ -128,7 +129,7 @@ def transformer_config(
         **_fusions(plain),
         **_recomputation(recompute, model),
         **core_options(fp8),
-        **experts.core_options(model),
+        **experts.core_options(model, parallel),
     )
 
 

@@ -85,6 +85,12 @@ class LogicalParameter:
         return {run.name: run.shape for run in self.runs}
 
     @property
+    def expert(self) -> int | None:
+        """Number of the expert in its layer; None for what is not an expert's."""
+        match = re.search(r"\.experts\.(\d+)\.", self.runs[0].name)
+        return int(match[1]) if match else None
+
+    @property
     def replicated(self) -> bool:
         """Whether all tensor-parallel ranks hold the same values."""
         return self.axis is None
@@ -200,7 +206,7 @@ def describe(
     for chunk in model_chunks:
         model = _unwrap(chunk)
         for name, parameter in model.named_parameters():
-            logical = describe_parameter(_with_global_layer(name, model), config, parallel.tp)
+            logical = describe_parameter(_with_global_numbers(name, model), config, parallel.tp)
             if logical.local_shape != tuple(parameter.shape):
                 raise UnknownParameterError(
                     f"model parameter '{name}' has shape {tuple(parameter.shape)}, but "
@@ -218,14 +224,14 @@ def modules_by_global_name(
     for chunk in model_chunks:
         model = _unwrap(chunk)
         for name, module in model.named_modules():
-            yield _with_global_layer(name, model), module
+            yield _with_global_numbers(name, model), module
 
 
 def describe_parameter(name: str, config: "ModelConfig", tp: int) -> LogicalParameter:
     """The logical description of one parameter by its name in megatron-core's GPTModel.
 
-    The layer in the name counts from the model's first, whatever the pipeline stage. Raises
-    UnknownParameterError if the parameter is not described here.
+    The layer in the name counts from the model's first, whatever the pipeline stage, and the expert
+    from the layer's first, whatever rank holds it. Raises UnknownParameterError if the parameter is not described here.
     """
     shapes = logical_shapes(config)
 
@@ -285,13 +291,19 @@ def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     return chunk
 
 
-def _with_global_layer(name: str, model: torch.nn.Module) -> str:
-    """The name with the layer's index in the whole model instead of in its pipeline chunk."""
+def _with_global_numbers(name: str, model: torch.nn.Module) -> str:
+    """The name with the numbers that layer and expert have in the whole model.
+
+    Core counts the layers of a pipeline chunk, and the experts of an expert-parallel rank.
+    """
     match = re.fullmatch(r"(decoder\.layers)\.(\d+)\.(.+)", name)
     if match is None:
         return name
-    layer = model.decoder.layers[int(match[2])]
-    return f"{match[1]}.{layer.layer_number - 1}.{match[3]}"
+    layer, rest = model.decoder.layers[int(match[2])], match[3]
+    expert = re.fullmatch(r"(mlp\.experts\.local_experts)\.(\d+)(.*)", rest)
+    if expert is not None:
+        rest = f"{expert[1]}.{layer.mlp.local_expert_indices[int(expert[2])]}{expert[3]}"
+    return f"{match[1]}.{layer.layer_number - 1}.{rest}"
 
 
 def _qkv_runs(

@@ -9,8 +9,8 @@ from torch.optim.adamw import adamw
 from megatron_ext.blocks import Block
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.muon.exchange import copy_all, exchange
+from megatron_ext.muon.part import Part
 from megatron_ext.muon.plan import whole_block
-from megatron_ext.muon.stage import Stage
 from megatron_ext.muon.update import decay
 from megatron_ext.muon.views import views
 
@@ -25,20 +25,20 @@ class _Place:
 
 
 class Elementwise:
-    """What one rank trains with AdamW: rows and pieces in place, replicated vectors at rank 0.
+    """What one rank trains with AdamW of a part: rows and pieces in place, vectors at rank 0.
 
     Attributes:
         blocks: the owned blocks. `masters`, `exp_avg` and `exp_avg_sq` are flat FP32 tensors of
             them, one after another.
     """
 
-    def __init__(self, stage: Stage):
-        self._stage = stage
-        tp_rank, dp_rank = stage.tp_group.rank(), stage.dp_group.rank()
-        self._vectors = [unit for unit in stage.plan.vectors if unit.shard == dp_rank]
+    def __init__(self, part: Part):
+        self._part = part
+        tp_rank, dp_rank = part.tp_group.rank(), part.dp_group.rank()
+        self._vectors = [unit for unit in part.plan.vectors if unit.shard == dp_rank]
         self._places = [
             _Place(local.block, local.parameter, local.local)
-            for local in stage.plan.local_blocks(tp_rank, dp_rank)
+            for local in part.plan.local_blocks(tp_rank, dp_rank)
         ]
         self._places += [
             _Place(whole_block(unit), unit.parameter, (slice(None),))
@@ -56,7 +56,7 @@ class Elementwise:
     def gradients(self) -> list[tuple[str, torch.Tensor]]:
         """Name and gradient of each owned block."""
         return [
-            (place.block.name, self._view(self._stage.gradient, place)) for place in self._places
+            (place.block.name, self._view(self._part.gradient, place)) for place in self._places
         ]
 
     def update(self, lr: float, step: int, config: OptimizerConfig) -> None:
@@ -75,7 +75,7 @@ class Elementwise:
                 *some,
                 [],
                 # The library counts steps itself, in one tensor for each parameter.
-                [torch.tensor(step - 1.0, device=self._stage.device) for _ in chosen],
+                [torch.tensor(step - 1.0, device=self._part.device) for _ in chosen],
                 fused=True,
                 amsgrad=False,
                 beta1=config.adam_beta1,
@@ -90,24 +90,26 @@ class Elementwise:
         """Learning-rate factor and weight decay -> places that have them."""
         groups: dict[tuple[float, float], list[int]] = {}
         for index, place in enumerate(self._places):
-            route = self._stage.plan.routes[place.block.name]
+            route = self._part.plan.routes[place.block.name]
             groups.setdefault((route.lr_factor, route.weight_decay), []).append(index)
         return groups
 
     def scatter(self, values: torch.Tensor) -> Callable[[], None]:
         """Set the weights to values, flat as the masters; vectors travel to other tensor ranks."""
-        parts = self._split(values)
-        copy_all([self._view(self._stage.weight, place) for place in self._places], parts)
-        stage, rank = self._stage, self._stage.tp_group.rank()
-        owned = parts[len(parts) - len(self._vectors) :] if rank == 0 else []
-        everyone = range(stage.plan.tp)
-        weights = [stage.weight(unit.parameter) for unit in self._vectors]
+        blocks = self._split(values)
+        copy_all([self._view(self._part.weight, place) for place in self._places], blocks)
+        if not self._vectors:  # then the other tensor ranks of the shard have none either
+            return lambda: None
+        part, rank = self._part, self._part.tp_group.rank()
+        owned = blocks[len(blocks) - len(self._vectors) :] if rank == 0 else []
+        everyone = range(part.plan.tp)
+        weights = [part.weight(unit.parameter) for unit in self._vectors]
         return exchange(
             [owned if other != rank else [] for other in everyone],
             [weights if home == 0 and rank != 0 else [] for home in everyone],
-            stage.weight_dtype,
-            stage.device,
-            stage.tp_group,
+            part.weight_dtype,
+            part.device,
+            part.tp_group,
         )
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:

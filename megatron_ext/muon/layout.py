@@ -1,5 +1,7 @@
 """Where each parameter lies in the data-parallel buffers of a pipeline stage.
 
+Experts that expert parallelism shares out lie in buffers of their own, laid out in the same way.
+
 Megatron-core's DDP reduce-scatters a bucket in equal shards over the data-parallel ranks. Its own
 layouts let a shard begin anywhere in a parameter; here every matrix lies whole in one shard, so
 that the reduce-scatter brings its complete gradient to one rank. Embedding and head are too large
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
-from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
+from megatron.core.optimizer.param_layout import BufferKey, PerBufferParamLayout
 
 from megatron_ext.model.logical import LogicalParameter
 
@@ -166,23 +168,22 @@ def _numel(parameter: LogicalParameter) -> int:
     return torch.Size(parameter.local_shape).numel()
 
 
-def core_layout(
+def buffer_layout(
     layout: ChunkLayout, parameters: Sequence[torch.nn.Parameter], shards: int
-) -> FullParamLayout:
-    """The layout in the form that megatron-core's DistributedDataParallel takes."""
+) -> tuple[BufferKey, PerBufferParamLayout]:
+    """The layout in the form that megatron-core's DistributedDataParallel takes for one buffer."""
     groups = group_params_for_buffers(list(parameters), grad_reduce_in_fp32=True)
     if len(groups) != 1:
-        raise ValueError(f"parameters of one dtype expected, found the buffers {list(groups)}")
+        raise ValueError(f"parameters of one buffer expected, found {list(groups)}")
     ((key, (_, indices)),) = groups.items()
     places = {
         parameter: (place.start, place.end, place.bucket)
         for parameter, place in zip(parameters, layout.placements, strict=True)
     }
-    buffer = PerBufferParamLayout(
+    return key, PerBufferParamLayout(
         param_index_map=places,
         bucket_indices=list(layout.buckets),
         per_bucket_numel_unpadded=list(layout.contents),
         param_indices=indices,
         num_optimizer_shards=shards,
     )
-    return FullParamLayout(layouts={key: buffer})

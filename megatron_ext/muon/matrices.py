@@ -9,9 +9,9 @@ import torch
 from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.muon.exchange import exchange
 from megatron_ext.muon.newton_schulz import Kernel, newton_schulz_flops
+from megatron_ext.muon.part import Part
 from megatron_ext.muon.plan import Unit
 from megatron_ext.muon.routing import Route
-from megatron_ext.muon.stage import Stage
 from megatron_ext.muon.update import kernel, muon_step
 from megatron_ext.muon.views import views
 
@@ -24,10 +24,10 @@ class MatrixBatch:
     of the owned matrices.
     """
 
-    def __init__(self, units: Sequence[Unit], stage: Stage):
+    def __init__(self, units: Sequence[Unit], part: Part):
         self._units = units
-        self._stage = stage
-        self._rank = stage.tp_group.rank()
+        self._part = part
+        self._rank = part.tp_group.rank()
         self.owned = [unit for unit in units if unit.home == self._rank]
         # [n, rows, cols] of neighbours that are updated alike, and their route.
         self._groups = [
@@ -42,13 +42,13 @@ class MatrixBatch:
         self._masters, self._momentum, self._moment = masters, momentum, moment
 
     def _kind(self, unit: Unit) -> tuple[tuple[int, ...], Route]:
-        return unit.shape, replace(self._stage.plan.routes[unit.name], reason="")
+        return unit.shape, replace(self._part.plan.routes[unit.name], reason="")
 
     def kernels(self, config: OptimizerConfig) -> dict[str, Kernel]:
         """What computes the products of each owned matrix."""
         owned = iter(self.owned)
         return {
-            unit.name: kernel(shape, route, config, self._stage.device)
+            unit.name: kernel(shape, route, config, self._part.device)
             for shape, route in self._groups
             for unit in islice(owned, shape[0])
         }
@@ -56,7 +56,7 @@ class MatrixBatch:
     def gradients(self) -> list[tuple[str, torch.Tensor]]:
         """Name and gradient of each piece that lies on this rank."""
         return [
-            (unit.name, self._stage.gradient(unit.parameter)[segment.local_slices])
+            (unit.name, self._part.gradient(unit.parameter)[segment.local_slices])
             for unit in self._units
             for segment in unit.pieces[self._rank]
         ]
@@ -70,11 +70,11 @@ class MatrixBatch:
         self._momentum.mul_(config.momentum)
         self._gradients = torch.zeros_like(self._momentum) if config.nesterov else self._momentum
         return exchange(
-            self._lying_here(self._stage.gradient),
+            self._lying_here(self._part.gradient),
             self._at_home(self._gradients),
             torch.float32,
-            self._stage.device,
-            self._stage.tp_group,
+            self._part.device,
+            self._part.tp_group,
             add=True,
         )
 
@@ -82,10 +82,10 @@ class MatrixBatch:
         """Start to send values, flat as the masters, to where the weights lie, in their dtype."""
         return exchange(
             self._at_home(values),
-            self._lying_here(self._stage.weight),
-            self._stage.weight_dtype,
-            self._stage.device,
-            self._stage.tp_group,
+            self._lying_here(self._part.weight),
+            self._part.weight_dtype,
+            self._part.device,
+            self._part.tp_group,
         )
 
     def update(self, lr: float, config: OptimizerConfig) -> None:
@@ -109,7 +109,7 @@ class MatrixBatch:
 
     def _lying_here(self, view: Callable[[int], torch.Tensor]) -> list[list[torch.Tensor]]:
         """For each home the pieces of its matrices that lie on this rank."""
-        pieces: list[list[torch.Tensor]] = [[] for _ in range(self._stage.plan.tp)]
+        pieces: list[list[torch.Tensor]] = [[] for _ in range(self._part.plan.tp)]
         for unit in self._units:
             tensor = view(unit.parameter)
             pieces[unit.home] += [tensor[s.local_slices] for s in unit.pieces[self._rank]]
@@ -124,7 +124,7 @@ class MatrixBatch:
                 for unit, whole in zip(self.owned, wholes, strict=True)
                 for segment in unit.pieces[rank]
             ]
-            for rank in range(self._stage.plan.tp)
+            for rank in range(self._part.plan.tp)
         ]
 
 

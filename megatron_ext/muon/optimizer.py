@@ -1,7 +1,7 @@
 """The inner optimizer: Muon on whole matrices at their homes, AdamW on the rest in place.
 
 It stands over megatron-core's DDP, whose reduce-scatter leaves complete gradients on one
-data-parallel rank. One all-to-all over the tensor-parallel ranks takes the pieces of matrices to
+data-parallel rank. An all-to-all over the tensor-parallel ranks takes the pieces of matrices to
 their homes, one takes the new weights back, and DDP's all-gather spreads them. FP32 masters,
 momentum and moments live once in a replica; the weights that the model computes with follow.
 """
@@ -19,11 +19,12 @@ from megatron_ext.muon.config import OptimizerConfig
 from megatron_ext.muon.elementwise import Elementwise
 from megatron_ext.muon.matrices import MatrixBatch, cut_into_batches
 from megatron_ext.muon.newton_schulz import Kernel, refuse_syrk
+from megatron_ext.muon.part import Part
 from megatron_ext.muon.plan import whole_block
 from megatron_ext.muon.stage import Stage
 from megatron_ext.muon.views import total_numel, views
 
-# While one batch of matrices is orthogonalised, another travels.
+# While one batch of a part's matrices is orthogonalised, another travels.
 BATCHES = 4
 
 
@@ -46,37 +47,39 @@ class InnerOptimizer:
         self.stage = stage
         self.config = config
         self.steps = 0
-        matrices = [u for u in stage.plan.matrices if u.shard == stage.dp_group.rank()]
-        batches = cut_into_batches(matrices, BATCHES if stage.plan.tp > 1 else 1)
-        self._batches = [MatrixBatch(units, stage) for units in batches]
-        self._rest = Elementwise(stage)
+        self._batches = [batch for part in stage.parts for batch in _batches_of(part)]
+        self._rests = [Elementwise(part) for part in stage.parts]
         self._whole = [whole_block(unit) for batch in self._batches for unit in batch.owned]
-        self.blocks = self._whole + self._rest.blocks
+        self.blocks = self._whole + [block for rest in self._rests for block in rest.blocks]
         masters = [initial(block).flatten() for block in self.blocks]
         self.masters = torch.cat(masters or [torch.empty(0)]).to(stage.device)
         self.average = self.masters.clone() if config.averaging.decay else None
         matrices_numel = total_numel([block.size for block in self._whole])
         self.momentum = torch.zeros_like(self.masters[:matrices_numel])
-        self._rest.bind(self.masters[matrices_numel:])
         self._moment_blocks = [_rows(block) for block in self._whole] if config.normuon else []
         rows = total_numel([block.size for block in self._moment_blocks])
         self._moment = torch.zeros(rows, device=stage.device)
-        self._bind_batches()
+        self._bind()
         self.write_weights()
 
-    def _bind_batches(self) -> None:
+    def _bind(self) -> None:
+        """Give each batch, and each rest, its stretches of the flat tensors."""
         shapes = [[unit.shape for unit in batch.owned] for batch in self._batches]
         sizes = [total_numel(of_batch) for of_batch in shapes]
-        masters = self.masters[: self.momentum.numel()].split(sizes)
         momenta = self.momentum.split(sizes)
         moments = [None] * len(sizes)
         if self.config.normuon:
             moments = self._moment.split([sum(s[0] for s in of_batch) for of_batch in shapes])
-        for batch, *state in zip(self._batches, masters, momenta, moments, strict=True):
+        sizes += [total_numel([block.size for block in rest.blocks]) for rest in self._rests]
+        masters = self.masters.split(sizes)
+        count = len(self._batches)
+        for batch, *state in zip(self._batches, masters[:count], momenta, moments, strict=True):
             batch.bind(*state)
-        ends = list(accumulate([*sizes, self._rest.masters.numel()], initial=0))
-        # Where each part's blocks lie in the masters.
-        self._stretches = [slice(*pair) for pair in pairwise(ends)]
+        for rest, of_rest in zip(self._rests, masters[count:], strict=True):
+            rest.bind(of_rest)
+        stretches = [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
+        # Where the blocks of each lie in the masters.
+        self._of_batches, self._of_rests = stretches[:count], stretches[count:]
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
@@ -87,14 +90,15 @@ class InnerOptimizer:
         """
         norm = self._clip()
         self.steps += 1
-        *stretches, rest = self._stretches
         # While one batch is updated, the next one's gradients and the last one's weights travel;
         # more at once would only take memory.
         arrivals = (batch.gather_gradients(self.config) for batch in self._batches)
-        arrived = next(arrivals, None)
-        self._rest.update(lr, self.steps, self.config)
-        delivered = self._rest.scatter(self._follow(rest))
-        for batch, stretch in zip(self._batches, stretches, strict=True):
+        arrived, delivered = next(arrivals, None), _nothing_travels
+        for rest, stretch in zip(self._rests, self._of_rests, strict=True):
+            rest.update(lr, self.steps, self.config)
+            delivered()
+            delivered = rest.scatter(self._follow(stretch))
+        for batch, stretch in zip(self._batches, self._of_batches, strict=True):
             arrived()
             arrived = next(arrivals, None)
             batch.update(lr, self.config)
@@ -129,10 +133,10 @@ class InnerOptimizer:
 
     @torch.no_grad()
     def _write(self, values: Callable[[slice], torch.Tensor]) -> None:
-        *stretches, rest = self._stretches
-        delivered = self._rest.scatter(values(rest))
-        for batch, stretch in zip(self._batches, stretches, strict=True):
-            departed = batch.scatter(values(stretch))
+        delivered = _nothing_travels
+        everything = [*self._rests, *self._batches]
+        for some, stretch in zip(everything, self._of_rests + self._of_batches, strict=True):
+            departed = some.scatter(values(stretch))
             delivered()
             delivered = departed
         delivered()
@@ -156,9 +160,10 @@ class InnerOptimizer:
             ("master", self.masters, self.blocks),
             ("momentum", self.momentum, self._whole),
             ("normuon_moment", self._moment, self._moment_blocks),
-            ("exp_avg", self._rest.exp_avg, self._rest.blocks),
-            ("exp_avg_sq", self._rest.exp_avg_sq, self._rest.blocks),
         ]
+        for rest in self._rests:
+            kinds.append(("exp_avg", rest.exp_avg, rest.blocks))
+            kinds.append(("exp_avg_sq", rest.exp_avg_sq, rest.blocks))
         if self.average is not None:
             kinds.append(("average", self.average, self.blocks))
         for kind, flat, blocks in kinds:
@@ -188,8 +193,7 @@ class InnerOptimizer:
 
     def _gradients(self) -> list[tuple[str, torch.Tensor]]:
         """Gradients on this rank; each element of the replica's is on exactly one rank."""
-        pieces = [piece for batch in self._batches for piece in batch.gradients()]
-        return pieces + self._rest.gradients()
+        return [found for some in (*self._batches, *self._rests) for found in some.gradients()]
 
     def _name_the_not_finite(self) -> str:
         bad = {name for name, gradient in self._gradients() if not gradient.isfinite().all()}
@@ -202,6 +206,17 @@ class InnerOptimizer:
             "the step was not taken. Resume from the last checkpoint, with a lower optimizer.lr "
             "if it happens again"
         )
+
+
+def _batches_of(part: Part) -> list[MatrixBatch]:
+    """The matrices of the data-parallel shard that this rank shares with its tensor ranks."""
+    units = [unit for unit in part.plan.matrices if unit.shard == part.dp_group.rank()]
+    batches = cut_into_batches(units, BATCHES if part.plan.tp > 1 else 1)
+    return [MatrixBatch(batch, part) for batch in batches]
+
+
+def _nothing_travels() -> None:
+    pass
 
 
 def _rows(block: Block) -> Block:

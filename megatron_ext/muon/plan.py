@@ -1,5 +1,8 @@
 """Who owns what: the static plan that all ranks of a pipeline stage compute alike.
 
+Where expert parallelism shares experts out, the ranks with the same experts have a plan for these,
+and another for the rest of the stage.
+
 Every logical parameter has one owner for each of its elements. A Muon matrix is owned whole by its
 *home*, one of the tensor-parallel ranks of the data-parallel shard in which its pieces lie. What
 AdamW trains stays where it lies, and what tensor parallelism replicates is owned by rank 0 of it.
@@ -39,7 +42,7 @@ class Local:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The plan of one pipeline stage."""
+    """The plan of one pipeline stage, or of a part of it that has groups of its own."""
 
     parameters: tuple[LogicalParameter, ...]  # of all chunks, in order of registration
     layouts: tuple[ChunkLayout, ...]  # one for each chunk
@@ -101,7 +104,7 @@ class StagePlan:
 def plan_stage(
     chunks: Sequence[Sequence[LogicalParameter]], routes: Mapping[str, Route], tp: int, dp: int
 ) -> StagePlan:
-    """Plan a pipeline stage.
+    """Plan a pipeline stage, or a part of it.
 
     Args:
         chunks: the parameters of each model chunk in order of registration.

@@ -1,4 +1,4 @@
-"""This rank's pipeline stage under megatron-core's DDP, in the plan's layout."""
+"""This rank's pipeline stage under megatron-core's DDP, in the layout of its plans."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,22 +6,21 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer.param_layout import FullParamLayout
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.model.logical import LogicalParameter
-from megatron_ext.muon.layout import core_layout
-from megatron_ext.muon.plan import plan_stage
+from megatron_ext.muon.part import Part
 from megatron_ext.muon.routing import Route
 
 
 class Stage:
-    """The model chunks of one rank, wrapped in DDP, with the plan of who owns what in them.
+    """The model chunks of one rank, wrapped in DDP, with the plans of who owns what in them.
 
     Attributes:
         chunks: one DistributedDataParallel for each model chunk.
-        plan: the stage's plan, equal on all its ranks.
-        tp_group, dp_group: the ranks that hold the pieces of a matrix, and those that share the
-            gradient reduction (data × context parallel).
+        parts: the parameters by the groups that share them; the experts come last.
+        routes: of the whole model.
     """
 
     def __init__(
@@ -33,16 +32,9 @@ class Stage:
         overlap: bool = False,
     ):
         """`overlap`: gradient reduction and parameter gather overlap with compute."""
-        self.tp_group = parallel_state.get_tensor_model_parallel_group()
-        self.dp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.overlap = overlap
-        parameters = [list(model.parameters()) for model in models]
-        self.plan = plan_stage(
-            [[logical[parameter] for parameter in chunk] for chunk in parameters],
-            routes,
-            self.tp_group.size(),
-            self.dp_group.size(),
-        )
+        self.routes = routes
+        self.parts = _parts([list(model.parameters()) for model in models], logical, routes)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
@@ -54,28 +46,16 @@ class Stage:
                 config,
                 ddp_config,
                 model,
-                full_param_layout=core_layout(layout, chunk, self.dp_group.size()),
+                full_param_layout=FullParamLayout(
+                    dict(part.buffer_layout(index) for part in self.parts)
+                ),
             )
-            for model, chunk, layout in zip(models, parameters, self.plan.layouts, strict=True)
+            for index, model in enumerate(models)
         ]
-        self._parameters = [parameter for chunk in parameters for parameter in chunk]
 
     @property
     def device(self) -> torch.device:
-        return self._parameters[0].device
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """What the model computes with and what travels to it."""
-        return self._parameters[0].dtype
-
-    def gradient(self, parameter: int) -> torch.Tensor:
-        """FP32 gradient of a parameter; only this rank's shard of it is complete."""
-        return self._parameters[parameter].main_grad
-
-    def weight(self, parameter: int) -> torch.Tensor:
-        """The weight in the DDP buffer; only this rank's shard of it is gathered from here."""
-        return self._parameters[parameter].data
+        return self.parts[0].device
 
     def zero_gradients(self) -> None:
         """Begin a step: empty the gradient buffers."""
@@ -101,7 +81,7 @@ class Stage:
         """Give the last pipeline stage's copy of a tied embedding the first stage's weights."""
         if parallel_state.get_pipeline_model_parallel_world_size() == 1:
             return
-        for parameter in self._parameters:
+        for parameter in self.parts[0].parameters:
             if getattr(parameter, "shared_embedding", False):
                 group = parallel_state.get_embedding_group()
                 dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group=group)
@@ -112,9 +92,30 @@ class Stage:
         Reduce-scatter of gradients and all-gather of weights, in the ring's volume. A collective
         call of all ranks of the replica.
         """
-        ranks = self.dp_group.size()
-        buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers]
-        held = sum(buffer.grad_data.nbytes + buffer.param_data.nbytes for buffer in buffers)
-        total = torch.tensor(held * (ranks - 1), device=self.device)
+        sent = 0
+        for chunk in self.chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                held = buffer.grad_data.nbytes + buffer.param_data.nbytes
+                ranks = buffer.data_parallel_world_size
+                sent += held // ranks * (ranks - 1)
+        total = torch.tensor(sent, device=self.device)
         dist.all_reduce(total)  # the default group is the replica
-        return total.item() // ranks**2
+        return total.item() // self.parts[0].dp_group.size()
+
+
+def _parts(
+    chunks: Sequence[Sequence[torch.nn.Parameter]],
+    logical: Mapping[torch.nn.Parameter, LogicalParameter],
+    routes: Mapping[str, Route],
+) -> list[Part]:
+    """The parameters by groups, as megatron-core's DDP will reduce them."""
+    shared_out = [[p for p in chunk if not getattr(p, "allreduce", True)] for chunk in chunks]
+    the_rest = [[p for p in chunk if getattr(p, "allreduce", True)] for chunk in chunks]
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    dp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    parts = [Part(the_rest, logical, routes, tp_group, dp_group)]
+    if any(shared_out):
+        tp_group = parallel_state.get_expert_tensor_parallel_group()
+        dp_group = parallel_state.get_expert_data_parallel_group()
+        parts.append(Part(shared_out, logical, routes, tp_group, dp_group))
+    return parts

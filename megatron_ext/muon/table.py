@@ -26,8 +26,9 @@ class Row:
 
 def rows_of(optimizer: InnerOptimizer) -> list[Row]:
     """A row for each parameter of the whole model. A collective call of the replica's ranks."""
-    plan = optimizer.stage.plan
-    splits = {name: _split(p.names) for p in plan.parameters for name in p.names}
+    stage = optimizer.stage
+    held = [parameter for part in stage.parts for parameter in part.plan.parameters]
+    splits = {name: _split(parameter.names) for parameter in held for name in parameter.names}
     kernels = optimizer.kernels()
     mine = {
         block.name: (block.shape, splits[block.name], kernels.get(block.name))
@@ -43,7 +44,7 @@ def rows_of(optimizer: InnerOptimizer) -> list[Row]:
             owners.setdefault(name, []).append(rank)
     return [
         Row(name, *described[name], route, tuple(owners[name]))
-        for name, route in plan.routes.items()
+        for name, route in stage.routes.items()
     ]
 
 

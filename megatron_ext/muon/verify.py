@@ -43,7 +43,7 @@ class Check:
 def verify(optimizer: InnerOptimizer) -> list[Check]:
     """Take a step on random gradients and compare it; leave the optimizer as it was.
 
-    Every data-parallel rank contributes a part of each gradient, DDP reduces them, and the step
+    Every data-parallel rank contributes a share of each gradient, DDP reduces them, and the step
     starts from the weights as they are and a state of zero. A collective call of the replica's
     ranks, which all get the checks of all blocks. Raises VerificationError if the global norm is
     wrong.
@@ -70,7 +70,7 @@ def verify(optimizer: InnerOptimizer) -> list[Check]:
         )
     everyone: list[list[Check]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, checks)
-    order = {name: index for index, name in enumerate(optimizer.stage.plan.routes)}
+    order = {name: index for index, name in enumerate(optimizer.stage.routes)}
     found = [check for checks in everyone for check in checks]
     return sorted(found, key=lambda check: (order[check.name], check.rank))
 
@@ -125,7 +125,7 @@ class _Gradients:
 
     def __init__(self, stage: Stage):
         self._stage = stage
-        self.norm = math.sqrt(sum(_norm_of(name) ** 2 for name in stage.plan.routes))
+        self.norm = math.sqrt(sum(_norm_of(name) ** 2 for name in stage.routes))
         self._whole = lru_cache(maxsize=4)(self._draw)
 
     def of(self, block: Block) -> torch.Tensor:
@@ -133,16 +133,16 @@ class _Gradients:
         return self._whole(block.name, block.shape)[block.slices]
 
     def reduce(self) -> None:
-        """Leave them reduced in DDP's buffers, from different parts on data-parallel ranks."""
-        stage = self._stage
-        tp_rank, dp_rank, ranks = stage.tp_group.rank(), stage.dp_group.rank(), stage.plan.dp
-        # DDP adds the parts up: the loss is divided by its tokens afterwards.
-        part = 2 * (dp_rank + 1) / (ranks * (ranks + 1))
-        stage.zero_gradients()
-        for index, parameter in enumerate(stage.plan.parameters):
-            for segment in parameter.segments_of(tp_rank):
-                stage.gradient(index)[segment.local_slices] = self.of(segment) * part
-        stage.reduce_gradients()
+        """Leave them reduced in DDP's buffers, from different shares on data-parallel ranks."""
+        self._stage.zero_gradients()
+        for part in self._stage.parts:
+            tp_rank, dp_rank, ranks = part.tp_group.rank(), part.dp_group.rank(), part.plan.dp
+            # DDP adds them up: the loss is divided by its tokens afterwards.
+            share = 2 * (dp_rank + 1) / (ranks * (ranks + 1))
+            for index, parameter in enumerate(part.plan.parameters):
+                for segment in parameter.segments_of(tp_rank):
+                    part.gradient(index)[segment.local_slices] = self.of(segment) * share
+        self._stage.reduce_gradients()
 
     def _draw(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         device = self._stage.device
@@ -163,7 +163,7 @@ def _compare(
 ) -> list[Check]:
     """The checks of the blocks that this rank owns; `before` begins with their masters."""
     checks = []
-    routes = optimizer.stage.plan.routes
+    routes = optimizer.stage.routes
     for block, (after, start) in zip(optimizer.blocks, before, strict=False):
         name, route = block.name, routes[block.name]
         slow = Reference({name: start}, routes, optimizer.config)

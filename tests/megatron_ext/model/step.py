@@ -177,11 +177,12 @@ def _counted_gradients(
     chunks: list[DistributedDataParallel], model: ModelConfig, parallel: ParallelConfig
 ) -> list[tuple[Segment, torch.Tensor]]:
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    if parallel_state.get_data_parallel_rank() > 0:
-        return []
+    dp_rank = parallel_state.get_data_parallel_rank()
     return [
         (segment, parameter.main_grad[segment.local_slices].double())
         for parameter, logical in describe(chunks, model, parallel).items()
         if not logical.shared_copy and not (logical.replicated and tp_rank > 0)
+        # Neighbours hold different experts, and the same everything else.
+        if dp_rank < (1 if logical.expert is None else parallel.ep)
         for segment in logical.segments_of(tp_rank)
     ]

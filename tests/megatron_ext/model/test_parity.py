@@ -93,6 +93,13 @@ OF_EXPERTS = {
     **{name: LAYOUTS[name] for name in LAYOUTS if name != "tp 2"},
     "tp 2, sequence, dp 2": ParallelConfig(tp=2, dp=2, sequence_parallel=True),
     "tp 2, sequence, pp 2, dp 2": ParallelConfig(tp=2, pp=2, dp=2, sequence_parallel=True),
+    "ep 2": ParallelConfig(dp=2, ep=2),
+    "ep 2, dp 4": ParallelConfig(dp=4, ep=2),
+    "ep 4": ParallelConfig(dp=4, ep=4),
+    "ep 2, tp 2, sequence": ParallelConfig(tp=2, dp=2, ep=2, sequence_parallel=True),
+    "ep 2, tp 2, sequence, pp 2, interleaved": ParallelConfig(
+        tp=2, pp=2, interleave=2, dp=2, ep=2, sequence_parallel=True
+    ),
 }
 
 

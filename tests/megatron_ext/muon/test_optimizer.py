@@ -1,6 +1,7 @@
 """The distributed optimizer against the float64 whole-matrix reference, on real layouts."""
 
 import zlib
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -12,9 +13,16 @@ from megatron_ext.errors import TrainingError
 from megatron_ext.model.config import ModelConfig
 from megatron_ext.model.gpt import build
 from megatron_ext.model.initialize import draw
-from megatron_ext.model.logical import Segment, describe, kind_of, logical_shapes
+from megatron_ext.model.logical import (
+    LogicalParameter,
+    Segment,
+    describe,
+    kind_of,
+    logical_shapes,
+)
 from megatron_ext.muon.config import AveragingConfig, OptimizerConfig, Rule
 from megatron_ext.muon.optimizer import InnerOptimizer
+from megatron_ext.muon.part import Part
 from megatron_ext.muon.reference import Reference
 from megatron_ext.muon.routing import route_all
 from megatron_ext.muon.stage import Stage
@@ -57,10 +65,17 @@ def make(
 def put_gradients(optimizer: InnerOptimizer, step: int) -> None:
     """What DDP's reduction would leave: complete gradients, of which this rank uses its shard."""
     rank = parallel_state.get_tensor_model_parallel_rank()
-    for index, parameter in enumerate(optimizer.stage.plan.parameters):
+    for part, index, parameter in held(optimizer):
         for segment in parameter.segments_of(rank):
             whole = gradient_of(segment.name, segment.shape, step)
-            optimizer.stage.gradient(index)[segment.local_slices] = whole[segment.slices]
+            part.gradient(index)[segment.local_slices] = whole[segment.slices]
+
+
+def held(optimizer: InnerOptimizer) -> Iterator[tuple[Part, int, LogicalParameter]]:
+    """Every parameter on this rank, as its number in a part of the stage."""
+    for part in optimizer.stage.parts:
+        for index, parameter in enumerate(part.plan.parameters):
+            yield part, index, parameter
 
 
 def train(rank, parallel, cases, precision="fp32"):
@@ -90,8 +105,8 @@ def weights_of(optimizer: InnerOptimizer) -> list[tuple[Segment, torch.Tensor]]:
     """What the model computes with on this rank."""
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     return [
-        (segment, optimizer.stage.weight(index)[segment.local_slices].clone())
-        for index, parameter in enumerate(optimizer.stage.plan.parameters)
+        (segment, part.weight(index)[segment.local_slices].clone())
+        for part, index, parameter in held(optimizer)
         for segment in parameter.segments_of(tp_rank)
     ]
 
@@ -200,7 +215,7 @@ def test_the_update_is_that_of_whole_matrices_on_the_whole_grid(layout):
 OF_EXPERTS = [
     (OptimizerConfig(lr=LR, weight_decay=0.1, clip=0.0, arithmetic="fp32"), changed)
     for changed in (
-        MODEL.model_copy(update={"experts": 3}),
+        MODEL.model_copy(update={"experts": 6}),
         MODEL.model_copy(update={"experts": 4, "experts_per_token": 1, "tie_head": True}),
     )
 ]
@@ -210,11 +225,31 @@ LAYOUTS_OF_EXPERTS = [
     {"tp": 2, "sequence_parallel": True},
     {"tp": 2, "dp": 2, "sequence_parallel": True},
     {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True},
+    {"dp": 2, "ep": 2},
+    {"dp": 4, "ep": 2},
+    {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True},
+]
+MORE_LAYOUTS_OF_EXPERTS = [
+    {"dp": 6, "ep": 2},
+    {"pp": 2, "interleave": 2, "dp": 2, "ep": 2},
+    {"tp": 2, "pp": 2, "dp": 2, "ep": 2, "sequence_parallel": True},
+    {"tp": 2, "dp": 4, "ep": 2, "sequence_parallel": True},
+    {"tp": 4, "dp": 2, "ep": 2, "sequence_parallel": True},
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_OF_EXPERTS, ids=str)
 def test_each_matrix_of_each_expert_is_orthogonalised_by_itself(layout):
+    check_experts(layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", MORE_LAYOUTS_OF_EXPERTS, ids=str)
+def test_each_matrix_of_each_expert_is_orthogonalised_by_itself_on_eight_ranks(layout):
+    check_experts(layout)
+
+
+def check_experts(layout: dict) -> None:
     for one, many in zip(_experts_of_one_process(), check(layout, *OF_EXPERTS), strict=True):
         for name in one:
             if kind_of(name) == "matrix":
@@ -246,6 +281,13 @@ def _experts_of_one_process() -> list[dict[str, torch.Tensor]]:
 def test_options_follow_the_reference(options, layout):
     config = OptimizerConfig(lr=LR, weight_decay=0.5, arithmetic="fp32", **options)
     check(LAYOUTS[layout], (config, MODEL))
+
+
+def test_adamw_trains_experts_where_they_lie():
+    """Each on the ranks that hold it, in pieces and rows; clipped by the norm of all."""
+    config = OptimizerConfig(name="adamw", lr=LR, weight_decay=0.1, clip=0.5)
+    layout = {"tp": 2, "dp": 4, "ep": 2, "sequence_parallel": True}
+    check(layout, (config, MODEL.model_copy(update={"experts": 4})))
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2 dp2", "tp4, more ranks than key-value heads"])
@@ -316,9 +358,9 @@ def spoil(rank):
     with join(ParallelConfig(tp=2), 30):
         optimizer = make(rank, ParallelConfig(tp=2), OptimizerConfig(lr=LR))
         put_gradients(optimizer, 0)
-        for index, parameter in enumerate(optimizer.stage.plan.parameters):
+        for part, index, parameter in held(optimizer):
             if rank == 1 and "layers.2.mlp.up" in parameter.names:
-                optimizer.stage.gradient(index)[-1, 0] = float("nan")
+                part.gradient(index)[-1, 0] = float("nan")
         before = optimizer.masters.clone()
         with pytest.raises(TrainingError) as caught:
             optimizer.step(LR)

@@ -6,15 +6,15 @@ import torch
 from megatron_ext.muon.config import OptimizerConfig, Rule
 from megatron_ext.muon.verify import VerificationError, judge, verify
 from megatron_ext.replicas import ParallelConfig, join
-from tests.megatron_ext.muon.test_optimizer import LR, make, put_gradients
+from tests.megatron_ext.muon.test_optimizer import LR, MODEL, make, put_gradients, weights_of
 from tests.ranks import run
 
 LAYOUTS = [{}, {"tp": 4}, {"tp": 2, "pp": 2, "dp": 2}, {"dp": 3}, {"pp": 2, "interleave": 2}]
 
 
-def verified(rank, parallel, config):
+def verified(rank, parallel, config, model=MODEL):
     with join(parallel, 30):
-        optimizer = make(rank, parallel, config)
+        optimizer = make(rank, parallel, config, model)
         checks = verify(optimizer)
         return checks, judge(checks, config)
 
@@ -31,6 +31,17 @@ def test_every_block_is_checked_and_follows_on_every_layout(layout):
     assert all(check.orthogonality_error < 0.2 for check in matrices)
     assert max(check.relative_error for check in checks) < 0.05
     assert f"{len(checks)} blocks follow" in verdict
+
+
+def test_experts_that_ranks_share_out_are_checked_once_each():
+    model = MODEL.model_copy(update={"experts": 4})
+    parallel = ParallelConfig(tp=2, dp=2, ep=2, sequence_parallel=True)
+    config = OptimizerConfig(lr=LR, weight_decay=0.1)
+    checks, _ = run(verified, 4, parallel, config, model)[0]
+    experts = [check for check in checks if ".experts." in check.name]
+    assert len({check.name for check in experts}) == len(experts) == 4 * 4 * 3
+    assert {check.rank for check in experts if ".experts.3." in check.name} == {2, 3}
+    assert all(check.orthogonality_error < 0.2 for check in experts)
 
 
 def test_options_are_verified_with_their_own_reference():
@@ -80,13 +91,13 @@ def left_as_it_was(rank):
                 optimizer.step(LR)
             if check:
                 before = [tensor.clone() for _, _, tensor in optimizer.tensors()]
-                weights = [optimizer.stage.weight(i).clone() for i in range(10)]
+                weights = weights_of(optimizer)
                 verify(optimizer)
                 after = [tensor for _, _, tensor in optimizer.tensors()]
                 results += [torch.equal(*pair) for pair in zip(before, after, strict=True)]
                 results += [
-                    torch.equal(weight, optimizer.stage.weight(i))
-                    for i, weight in enumerate(weights)
+                    torch.equal(then, now)
+                    for (_, then), (_, now) in zip(weights, weights_of(optimizer), strict=True)
                 ]
                 assert optimizer.steps == 4
         return all(results)
