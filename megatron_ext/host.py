@@ -4,8 +4,8 @@ Megatron-core asks for "the CUDA device" in many places even when nothing is com
 explicit call, `prepare()`, answers these questions with the CPU. It changes torch for the whole
 process, does nothing where CUDA is there, and may be called again.
 
-Covered: tensor, sequence, pipeline and expert parallelism, DDP with the distributed optimizer's buffers,
-recomputation, dist_checkpointing (synchronous, plain load) and GPTDataset. Megatron's own
+Covered: tensor, sequence, pipeline and expert parallelism, DDP with the distributed optimizer's
+buffers, recomputation, dist_checkpointing (synchronous, plain load) and GPTDataset. Megatron's own
 optimizers, timers and rerun machine are not: this project does not use them.
 """
 

@@ -5,23 +5,13 @@ Weights, gradients, masters and the states of both optimizers are exact: they co
 backward pass; on a GPU kernels are fused and keep less than on a processor.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
 
+from launch.plan.stages import Rank, Seat, stage_ranks
 from megatron_ext.diloco import outer
 from megatron_ext.diloco.plan import BUCKET_NUMEL
-from megatron_ext.model.config import ModelConfig
-from megatron_ext.model.gpt import skeleton
-from megatron_ext.model.logical import (
-    LogicalParameter,
-    describe_parameter,
-)
 from megatron_ext.muon.optimizer import BATCHES
-from megatron_ext.muon.plan import StagePlan, plan_stage
-from megatron_ext.muon.routing import route_all
-from megatron_ext.muon.views import total_numel
-from megatron_ext.replicas import ParallelConfig
 from pretrain.settings import RunConfig
 
 _FP32 = 4
@@ -60,27 +50,40 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The rank of a pipeline stage that needs most."""
+    """The rank of a pipeline stage that needs most, and the most that any of its ranks does."""
 
     stage: int
     tp_rank: int
     dp_rank: int
     memory: RankMemory
-    plan: StagePlan
+    data_parallel_bytes: int  # gradients and weights that each rank sends in a step
+    newton_schulz_flops: int  # of one iteration, on the busiest rank
 
 
 def plan_memory(config: RunConfig, on_gpu: bool) -> list[StageMemory]:
     """The fullest rank of each pipeline stage. Needs `host.prepare()` where there is no CUDA."""
     return [
-        max(
-            (
-                StageMemory(stage, *place, _rank_memory(config, plan, stage, place, on_gpu), plan)
-                for place in product(range(plan.tp), range(plan.dp))
-            ),
-            key=lambda rank: rank.memory.peak,
-        )
-        for stage, plan in enumerate(stage_plans(config))
+        _stage_memory(config, stage, ranks, on_gpu)
+        for stage, ranks in enumerate(stage_ranks(config))
     ]
+
+
+def _stage_memory(
+    config: RunConfig, stage: int, ranks: Sequence[Rank], on_gpu: bool
+) -> StageMemory:
+    memories = [_rank_memory(config, rank.seats, stage, on_gpu) for rank in ranks]
+    memory, fullest = max(zip(memories, ranks, strict=True), key=lambda of_rank: of_rank[0].peak)
+    element_bytes = _FP32 + _weight_bytes(config)
+    return StageMemory(
+        stage,
+        fullest.tp_rank,
+        fullest.dp_rank,
+        memory,
+        sum(
+            element_bytes * seat.held // seat.plan.dp * (seat.plan.dp - 1) for seat in fullest.seats
+        ),
+        max(sum(seat.newton_schulz_flops for seat in rank.seats) for rank in ranks),
+    )
 
 
 def with_activations_of(
@@ -96,66 +99,24 @@ def with_activations_of(
     ]
 
 
-def stage_plans(config: RunConfig) -> list[StagePlan]:
-    """The plan of each pipeline stage, as the processes of a run make it."""
-    model, parallel = config.model, config.parallel
-    routes = route_all(model, config.optimizer)
-    described = _parameters(model, parallel)
-    virtual_stages = parallel.pp * parallel.interleave
-    chunks: list[list[LogicalParameter]] = [[] for _ in range(virtual_stages)]
-    for layer, parameter in described:
-        # The embedding counts as layer -1, the final norm and the head as one behind the last.
-        place = min(max(layer, 0), model.layers - 1) * virtual_stages // model.layers
-        chunks[place].append(parameter)
-    data_ranks = parallel.dp * parallel.cp
-    return [
-        plan_stage(chunks[stage :: parallel.pp], routes, parallel.tp, data_ranks)
-        for stage in range(parallel.pp)
-    ]
-
-
-def _parameters(
-    model: ModelConfig, parallel: ParallelConfig
-) -> Iterator[tuple[int, LogicalParameter]]:
-    """Layer and description of every parameter of the whole model, in order of registration."""
-    # One layer's names stand for all layers'; either implementation has the same sizes.
-    one_layer = model.model_copy(update={"layers": 1, "implementation": "plain"})
-    names = [name for name, _ in skeleton(one_layer).named_parameters()]
-    of_layer = [name for name in names if ".layers.0." in name]
-    first = names.index(of_layer[0])
-    tp = parallel.tp
-    for name in names[:first]:
-        yield -1, describe_parameter(name, model, tp)
-    for layer in range(model.layers):
-        for name in of_layer:
-            yield (
-                layer,
-                describe_parameter(name.replace(".layers.0.", f".layers.{layer}."), model, tp),
-            )
-    for name in names[first + len(of_layer) :]:
-        yield model.layers, describe_parameter(name, model, tp)
-    if model.tie_head and parallel.pp > 1:
-        yield model.layers, describe_parameter("output_layer.weight", model, tp)
-
-
-def _rank_memory(
-    config: RunConfig, plan: StagePlan, stage: int, place: tuple[int, int], on_gpu: bool
-) -> RankMemory:
-    tp_rank, dp_rank = place
-    weight_bytes = 2 if config.train.precision == "bf16" else 4
-    held = sum(layout.buckets[-1][1] for layout in plan.layouts if layout.buckets)
-    matrices, rest = owned_numels(plan, tp_rank, dp_rank)
+def _rank_memory(config: RunConfig, seats: Sequence[Seat], stage: int, on_gpu: bool) -> RankMemory:
+    held = sum(seat.held for seat in seats)
+    matrices, rest = map(sum, zip(*(seat.owned() for seat in seats), strict=True))
     owned = matrices + rest
     return RankMemory(
-        weights=weight_bytes * held,
+        weights=_weight_bytes(config) * held,
         gradients=_FP32 * held,
         masters=_FP32 * owned,
         optimizer=_FP32 * (matrices + 2 * rest + owned * bool(config.optimizer.averaging.decay)),
         **_outer_bytes(config, owned, on_gpu),
         activations=activation_bytes(config, stage, on_gpu),
-        transit=_transit_bytes(config, plan, tp_rank, dp_rank),
+        transit=_transit_bytes(config, seats),
         runtime=_GPU_RUNTIME_BYTES if on_gpu else 0,
     )
+
+
+def _weight_bytes(config: RunConfig) -> int:
+    return 2 if config.train.precision == "bf16" else 4
 
 
 def _outer_bytes(config: RunConfig, owned: int, on_gpu: bool) -> dict[str, int]:
@@ -171,31 +132,27 @@ def _outer_bytes(config: RunConfig, owned: int, on_gpu: bool) -> dict[str, int]:
     return {category: _FP32 * numel for category, numel in numels.items()}
 
 
-def owned_numels(plan: StagePlan, tp_rank: int, dp_rank: int) -> tuple[int, int]:
-    """Elements that one rank owns: of Muon's matrices, and of what AdamW trains."""
-    matrices = [u.shape for u in plan.matrices if (u.home, u.shard) == (tp_rank, dp_rank)]
-    vectors = [u.shape for u in plan.vectors if (u.home, u.shard) == (tp_rank, dp_rank)]
-    blocks = [local.block.size for local in plan.local_blocks(tp_rank, dp_rank)]
-    return total_numel(matrices), total_numel(vectors + blocks)
-
-
-def _transit_bytes(config: RunConfig, plan: StagePlan, tp_rank: int, dp_rank: int) -> int:
+def _transit_bytes(config: RunConfig, seats: Sequence[Seat]) -> int:
     """The larger of what the inner step and what the outer step hold for a while."""
-    matrices, rest = owned_numels(plan, tp_rank, dp_rank)
-    weight_bytes = 2 if config.train.precision == "bf16" else 4
-    travelling = plan.exchange_bytes(tp_rank, dp_rank, weight_bytes)
-    gradients = _FP32 * matrices
-    received = gradients * (plan.tp - 1) // plan.tp
-    if config.optimizer.nesterov:
-        received += gradients
-    # Gradients of the next batch, weights of the last one, and what the current one holds.
-    inner = (received + travelling) * 2 // (BATCHES if plan.tp > 1 else 1)
+    inner = max(_inner_transit_bytes(config, seat) for seat in seats)
     if not config.outer.interval:
         return inner
-    pseudogradient = _FP32 * (matrices + rest)
+    pseudogradient = _FP32 * sum(sum(seat.owned()) for seat in seats)
     exchanges_here = config.parallel.replicas > 1 and not config.outer.host_memory
     buckets = min(_OUTER_BUCKETS_BYTES, 2 * pseudogradient) if exchanges_here else 0
     return max(inner, pseudogradient + buckets)
+
+
+def _inner_transit_bytes(config: RunConfig, seat: Seat) -> int:
+    """Gradients of the next batch, weights of the last one, and what the current one holds."""
+    matrices, _ = seat.owned()
+    tp = seat.plan.tp
+    gradients = _FP32 * matrices
+    received = gradients * (tp - 1) // tp
+    if config.optimizer.nesterov:
+        received += gradients
+    travelling = seat.exchange_bytes(_weight_bytes(config))
+    return (received + travelling) * 2 // (BATCHES if tp > 1 else 1)
 
 
 def activation_bytes(config: RunConfig, stage: int, on_gpu: bool) -> int:

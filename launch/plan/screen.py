@@ -86,7 +86,9 @@ def _of(peak: int, memory: int) -> str:
 
 def _show_time(console: Console, prediction: dict[str, Any]) -> None:
     step = prediction["step_seconds"]
-    parts = ("compute", "tensor_parallel", "bubble", "data_parallel", "optimizer")
+    parts = [name for name in step if name not in ("low", "expected", "high", "used")]
+    if not step["expert_parallel"]:
+        parts.remove("expert_parallel")
     inside = ", ".join(f"{name.replace('_', ' ')} {step[name]:.3g}" for name in parts)
     console.print(
         f"\n[bold]inner step[/]  {step['expected']:.3g} s, from {step['low']:.3g} to "

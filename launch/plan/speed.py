@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from launch.plan.memory import StageMemory
 from megatron_ext.errors import ConfigError
-from megatron_ext.muon.plan import StagePlan
 from pretrain.flops import Device, flops_per_token, fp8_flops_per_token
 from pretrain.settings import RunConfig
 
@@ -26,6 +25,8 @@ _BETWEEN_BOXES_BYTES_PER_SECOND = 40e9
 GPUS_PER_BOX = 8
 # Forward and backward gather and scatter the activations of attention and of feed-forward.
 _TENSOR_COLLECTIVES_A_LAYER = 8
+# Forward and backward send tokens to their experts, and results back.
+_EXPERT_COLLECTIVES_A_LAYER = 4
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class StepSeconds:
     high: float
     compute: float  # forward and backward, recomputation included
     tensor_parallel: float
+    expert_parallel: float  # tokens to their experts and back
     bubble: float  # of the pipeline
     data_parallel: float  # not hidden
     optimizer: float
@@ -47,10 +49,7 @@ def step_seconds(config: RunConfig, stages: Sequence[StageMemory], device: Devic
     slow, expected, fast = (
         _parts(config, stages, device, efficiency) for efficiency in _KERNEL_EFFICIENCY
     )
-    names = ("compute", "tensor_parallel", "bubble", "data_parallel", "optimizer")
-    return StepSeconds(
-        sum(fast), sum(expected), sum(slow), **dict(zip(names, expected, strict=True))
-    )
+    return StepSeconds(sum(fast), sum(expected), sum(slow), *expected)
 
 
 def _parts(
@@ -71,19 +70,42 @@ def _parts(
         * (parallel.tp - 1)
         / parallel.tp
     )
-    tensor = tensor_bytes / (
-        _INSIDE_BOX_BYTES_PER_SECOND
-        if parallel.tp <= GPUS_PER_BOX
-        else _BETWEEN_BOXES_BYTES_PER_SECOND
-    )
+    tensor = tensor_bytes / _bytes_per_second(parallel.tp)
+    dispatched_bytes = _dispatched(config, local_tokens / parallel.tp) * element_bytes
+    experts = dispatched_bytes / _bytes_per_second(parallel.tp * parallel.ep)
+    forward_and_backward = compute + tensor + experts
     chunks = config.micro_batches * parallel.interleave
-    bubble = (compute + tensor) * (parallel.pp - 1) / chunks
+    bubble = forward_and_backward * (parallel.pp - 1) / chunks
     exposed = max(_data_parallel_seconds(config, stage) for stage in stages)
     if train.overlap:
         # Gradients are reduced, and weights gathered, while one micro-batch is computed.
-        exposed = max(0.0, exposed - (compute + tensor) / config.micro_batches)
-    optimizer = max(_muon_seconds(config, stage.plan, device) for stage in stages)
-    return compute, tensor, bubble, exposed, optimizer
+        exposed = max(0.0, exposed - forward_and_backward / config.micro_batches)
+    newton_schulz = max(stage.newton_schulz_flops for stage in stages)
+    iterations = config.optimizer.newton_schulz_steps
+    optimizer = newton_schulz * iterations / (device.bf16_flops * _MUON_EFFICIENCY)
+    return compute, tensor, experts, bubble, exposed, optimizer
+
+
+def _dispatched(config: RunConfig, tokens: float) -> float:
+    """Values that a rank receives for its experts in a step, beyond what it would at ep = 1.
+
+    `tokens`: those of the step that lie on one rank outside of attention and experts.
+    """
+    model, parallel = config.model, config.parallel
+    if parallel.ep == 1:
+        return 0.0
+    # Gathered by all ranks, or sent to those of the chosen experts, where these are fewer.
+    share = min(1.0, model.experts_per_token / parallel.ep)
+    copies = share * (parallel.tp * parallel.ep - 1) - (parallel.tp - 1)
+    return (
+        _EXPERT_COLLECTIVES_A_LAYER * (model.layers / parallel.pp) * tokens * copies * model.hidden
+    )
+
+
+def _bytes_per_second(ranks: int) -> float:
+    """How fast one of so many neighbours sends to the others."""
+    inside = ranks <= GPUS_PER_BOX
+    return _INSIDE_BOX_BYTES_PER_SECOND if inside else _BETWEEN_BOXES_BYTES_PER_SECOND
 
 
 def _seconds_per_token(config: RunConfig, device: Device, efficiency: float) -> float:
@@ -116,19 +138,9 @@ def _recomputation(config: RunConfig) -> float:
 def _data_parallel_seconds(config: RunConfig, stage: StageMemory) -> float:
     """Reduce-scatter of gradients and all-gather of weights, by one rank."""
     parallel = config.parallel
-    ranks = parallel.dp * parallel.cp
-    memory = stage.memory
-    sent_bytes = (memory.gradients + memory.weights) * (ranks - 1) / ranks
-    if parallel.tp * ranks <= GPUS_PER_BOX:
-        return sent_bytes / _INSIDE_BOX_BYTES_PER_SECOND
+    if parallel.tp * parallel.dp * parallel.cp <= GPUS_PER_BOX:
+        return stage.data_parallel_bytes / _INSIDE_BOX_BYTES_PER_SECOND
     # A ring passes through all its ranks of a box before it leaves, by the adapters of them all.
     adapters = max(1, GPUS_PER_BOX // parallel.tp)
     speed = min(adapters * _BETWEEN_BOXES_BYTES_PER_SECOND, _INSIDE_BOX_BYTES_PER_SECOND)
-    return sent_bytes / speed
-
-
-def _muon_seconds(config: RunConfig, plan: StagePlan, device: Device) -> float:
-    """Newton–Schulz on the busiest home."""
-    busiest = max(max(flops) for flops in plan.flops())
-    iterations = config.optimizer.newton_schulz_steps
-    return busiest * iterations / (device.bf16_flops * _MUON_EFFICIENCY)
+    return stage.data_parallel_bytes / speed

@@ -35,6 +35,7 @@ def core_options(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]
         return {}
     return {
         "num_moe_experts": model.experts,
+        "expert_model_parallel_size": parallel.ep,
         "moe_ffn_hidden_size": model.ffn,
         "moe_router_topk": model.experts_per_token,
         # Of one chosen expert the softmax over the chosen is 1, which teaches the router nothing.

@@ -108,7 +108,6 @@ def transformer_config(
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.interleave if interleaved else None,
         context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
         sequence_parallel=parallel.sequence_parallel,
         bf16=precision == "bf16",
         params_dtype=dtype,

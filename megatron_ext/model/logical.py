@@ -231,7 +231,8 @@ def describe_parameter(name: str, config: "ModelConfig", tp: int) -> LogicalPara
     """The logical description of one parameter by its name in megatron-core's GPTModel.
 
     The layer in the name counts from the model's first, whatever the pipeline stage, and the expert
-    from the layer's first, whatever rank holds it. Raises UnknownParameterError if the parameter is not described here.
+    from the layer's first, whatever rank holds it. Raises UnknownParameterError if the parameter
+    is not described here.
     """
     shapes = logical_shapes(config)
 
