@@ -33,6 +33,7 @@ FACTORS = {
     "pp": "pipeline stages",
     "cp": "context parallelism",
     "dp": "data parallelism inside a replica",
+    "ep": "expert parallelism, among data-parallel ranks",
 }
 
 

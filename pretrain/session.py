@@ -183,6 +183,8 @@ class Session:
     ) -> None:
         config, parallel, say = self.config, self.config.parallel, self._display.say
         layout = " × ".join(f"{n} {getattr(parallel, n)}" for n in ("tp", "pp", "cp", "dp"))
+        if parallel.ep > 1:
+            layout += f", experts over ep {parallel.ep}"
         say(f"run folder  {config.run.dir}")
         say(f"model       {parameter_count(config.model):,} parameters")
         say(

@@ -10,7 +10,7 @@ from launch.plan.command import MEMORY_CATEGORIES
 from launch.plan.search import USABLE_MEMORY
 
 _WIDTH = 100
-_LAYOUT = ("replicas", "tp", "pp", "cp", "dp", "micro_batch", "recompute")
+_LAYOUT = ("replicas", "tp", "pp", "cp", "dp", "ep", "micro_batch", "recompute")
 # Weight decay is proportional to a replica's batch; outer values as published (arXiv 2505.23725).
 _OTHER_REPLICAS = (
     "another K needs another optimizer.weight_decay, ∝ 1/K, and outer.lr and momentum: "

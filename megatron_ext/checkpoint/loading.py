@@ -111,7 +111,8 @@ class Load:
         self._path = path
         self._replicas = replicas
         self._inner = inner
-        self._saved = content.about["layout"]
+        # Checkpoints from before expert parallelism do not speak of it.
+        self._saved = {"ep": 1} | content.about["layout"]
         self._light = content.about["light"]
 
     def run(self, state: TrainingState, in_replica: Council, everyone: Council) -> None:

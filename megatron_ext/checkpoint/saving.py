@@ -313,5 +313,5 @@ class Save:
 
 def layout_of(replicas: Replicas) -> dict[str, int]:
     """How a run is cut, for the manifest."""
-    names = ("replicas", "tp", "pp", "cp", "dp", "interleave")
+    names = ("replicas", "tp", "pp", "cp", "dp", "ep", "interleave")
     return {name: getattr(replicas.parallel, name) for name in names}

@@ -80,6 +80,7 @@ def _summary(folder: RunFolder, options: dict[str, Any]) -> dict[str, str]:
     summary = {
         "layout": f"{options['parallel.replicas']} × ("
         + " × ".join(f"{n} {options[f'parallel.{n}']}" for n in ("tp", "pp", "cp", "dp"))
+        + (f", experts over ep {ep}" if (ep := options.get("parallel.ep", 1)) > 1 else "")
         + ")",
         "inner optimizer": options["optimizer.name"],
         "steps": f"{metrics[-1]['step'] if metrics else 0:,} of {options['train.steps']:,}",

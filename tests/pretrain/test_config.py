@@ -193,6 +193,15 @@ def test_wrong_option_is_one_line_with_what_is_allowed(override, hint):
         (["model.experts=1"], "leaves no choice; use 0 for a dense model"),
         (["model.experts=3", "model.experts_per_token=4"], "must not exceed model.experts=3"),
         (["model.experts=4", "parallel.tp=2"], "needs parallel.sequence_parallel=true"),
+        (["parallel.dp=2", "parallel.ep=2"], "parallel.ep=2 with model.experts=0: a dense model"),
+        (
+            ["model.experts=3", "parallel.dp=2", "parallel.ep=2"],
+            "parallel.ep=2 does not divide model.experts=3",
+        ),
+        (
+            ["model.experts=4", "parallel.dp=2", "parallel.ep=4"],
+            "parallel.ep=4 does not divide parallel.dp × parallel.cp=2",
+        ),
         (
             ["model.experts=4", "fp8.format=e4m3", "fp8.backend=emulate"],
             "experts are not computed in FP8 here; use fp8.format=none",

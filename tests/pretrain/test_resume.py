@@ -83,9 +83,9 @@ def test_primal_averaging_resumes_bit_for_bit(blend, tmp_path):
     assert saved.global_folder == ("replica-0", "average")
 
 
-def test_experts_on_tensor_and_data_parallel_ranks_resume_bit_for_bit(blend, tmp_path):
+def test_experts_shared_out_over_tensor_and_data_parallel_ranks_resume_bit_for_bit(blend, tmp_path):
     layout = {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__dp": 2}
-    layout["model__experts"] = 3
+    layout |= {"parallel__ep": 2, "model__experts": 4}
     check_straight_equals_stopped(blend, tmp_path, [3], train__overlap=True, **layout)
 
 
