@@ -89,8 +89,8 @@ class Stage:
     def wire_bytes(self) -> int:
         """What data parallelism sends each step of one copy of the model, all its ranks together.
 
-        Reduce-scatter of gradients and all-gather of weights, in the ring's volume. A collective
-        call of all ranks of the replica.
+        Reduce-scatter of gradients and all-gather of weights, in the ring's volume; tokens on their
+        way to experts are not among it. A collective call of all ranks of the replica.
         """
         sent = 0
         for chunk in self.chunks:

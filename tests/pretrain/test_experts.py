@@ -80,7 +80,7 @@ def test_sharing_experts_out_changes_neither_losses_nor_norms(
 def test_a_run_goes_on_with_its_experts_on_other_ranks(
     blend, tmp_path, of_one_process, before, after
 ):
-    run(blend, tmp_path, before, train__stop_at=STOP)
+    run(blend, tmp_path, before, train__stop_at=STOP, train__overlap=True)
     run(blend, tmp_path, after)
     check_alike(curve(tmp_path), of_one_process["muon"])
 

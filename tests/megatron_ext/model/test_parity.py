@@ -117,15 +117,16 @@ def test_variants_of_experts_match_the_reference(variant, layout):
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputing_experts_changes_nothing(recompute):
+@pytest.mark.parametrize("layout", ["tp 2, sequence, pp 2, interleaved", "ep 4"])
+def test_recomputing_experts_changes_nothing(layout, recompute):
     model = model_config(experts=4, router_balance=0.1)
-    layout = LAYOUTS["tp 2, sequence, pp 2, interleaved"]
-    check(megatron_step(model, layout, recompute=recompute), model)
+    check(megatron_step(model, OF_EXPERTS[layout], recompute=recompute), model)
 
 
-def test_an_expert_that_no_token_chose_has_a_gradient_of_zero():
+@pytest.mark.parametrize("ep", [1, 2])
+def test_an_expert_that_no_token_chose_has_a_gradient_of_zero(ep):
     model = model_config(experts=64, sequence_length=4, experts_per_token=1)
-    step = megatron_step(model, ParallelConfig(dp=2))
+    step = megatron_step(model, ParallelConfig(dp=2, ep=ep))
     gradients = [step.gradients[f"layers.0.experts.{index}.down"] for index in range(64)]
     idle = [not gradient.any() for gradient in gradients]
     assert any(idle) and not all(idle)
