@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.folders import read_latest
+from megatron_ext.checkpoint.folders import parts, read_latest
 from pretrain import exit, running
 from pretrain.run_folder import RunFolder
 from pretrain.running import Running
@@ -36,6 +36,7 @@ class Status:
     tokens_per_second: float | None
     seconds_since: float | None  # since the last step was recorded
     checkpoint: str | None
+    rescued: list[str]  # what replicas saved when another was lost
     event: dict[str, Any] | None  # the last one
     running: Running | None  # the first process, while the run is in progress
     failure: Failure | None  # of the newest attempt under a batch script
@@ -65,6 +66,8 @@ def run(options: argparse.Namespace) -> None:
     else:
         print("not in progress")
     print(f"checkpoint: {status.checkpoint or 'none yet'}")
+    if status.rescued:
+        print(f"rescued: {', '.join(status.rescued)}; the next start puts them together")
     if status.event:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.event["time"]))
         error = status.event.get("error")
@@ -85,6 +88,7 @@ def status_of(run_dir: Path) -> Status:
         tokens_per_second=last.get("tokens_per_second"),
         seconds_since=age,
         checkpoint=read_latest(run_dir / "checkpoints"),
+        rescued=[path.name for _, _, path in parts(run_dir / "checkpoints")],
         event=folder.last("events"),
         running=running.read(run_dir),
         failure=_failure(run_dir / "slurm"),

@@ -23,6 +23,7 @@ class Presence:
         self._rank = rank
         self._world_size = world_size
         self._stop = threading.Event()
+        self._store_is_lost = False
         store.set(f"step/{rank}", "-1")
         store.set(f"beat/{rank}", "0")
         # A blocking wait holds the connection, so the thread has one of its own.
@@ -32,8 +33,16 @@ class Presence:
         self._thread.start()
 
     def progress(self, step: int) -> None:
-        """Note that this process begins inner step `step`; costs some 20 µs."""
-        self._store.set(f"step/{self._rank}", str(step))
+        """Note that this process begins inner step `step`; costs some 20 µs.
+
+        Without the store nothing is noted: it is the next exchange with others that fails.
+        """
+        if self._store_is_lost:
+            return
+        try:
+            self._store.set(f"step/{self._rank}", str(step))
+        except RuntimeError:
+            self._store_is_lost = True
 
     def leave(self, reason: str = "") -> None:
         """Note that this process ends, because of `reason` or ("") in good order."""

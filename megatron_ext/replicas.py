@@ -29,12 +29,15 @@ class Replicas:
         parallel: ParallelConfig,
         launcher_rank: int,
         store: Store,
+        own_store: Store,
         timeout_seconds: float,
     ):
         self.parallel = parallel
         self.launcher_rank = launcher_rank
         self.store = store
         """Shared by all processes; another thread needs a `store.clone()`."""
+        self.own_store = own_store
+        """The same of this replica's processes only: it outlives the loss of another replica."""
         self.timeout_seconds = timeout_seconds
         self.link: ProcessGroup | None = None
         """The same rank of all replicas, in their order; None with one replica.
@@ -148,7 +151,9 @@ class Replicas:
     def names(self, launcher_ranks: Iterable[int]) -> str:
         """Like "replica 1 rank 0 (last seen at step 97), …", for a message."""
         ranks = list(launcher_ranks)
-        steps = self._presence.steps(ranks[:8])
+        steps: dict[int, int] = {}
+        with suppress(RuntimeError):  # the store may be what is lost
+            steps = self._presence.steps(ranks[:8])
         text = ", ".join(self._name(rank, steps.get(rank)) for rank in ranks[:8])
         return text + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
@@ -214,7 +219,8 @@ def join(
     timeout = timedelta(seconds=timeout_seconds)
     job_store = _rendezvous(timeout)
     store = _shared_store(meeting_point, rank, timeout) if meeting_point else job_store
-    replicas = Replicas(parallel, rank, store, timeout_seconds)
+    own_store = PrefixStore(f"replica/{rank // parallel.inner_world_size}", job_store)
+    replicas = Replicas(parallel, rank, store, own_store, timeout_seconds)
     replicas.barrier("start")
 
     os.environ["RANK"] = str(replicas.rank)
@@ -222,7 +228,7 @@ def join(
     with replicas.guard("start"):
         dist.init_process_group(
             backend,
-            store=PrefixStore(f"replica/{replicas.index}", job_store),
+            store=PrefixStore("world", own_store),
             rank=replicas.rank,
             world_size=replicas.world_size,
             timeout=timeout,

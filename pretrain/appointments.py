@@ -3,6 +3,8 @@
 import logging
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Literal
@@ -39,6 +41,8 @@ class Appointments:
         """`folder`: of the run. `every_minutes`: 0 asks for no saves by the clock."""
         self._store = replicas.store
         self._announces = replicas.launcher_rank == 0
+        self._alone = replicas.count == 1
+        self._is_cut_off = False
         self._ahead = 0
         if replicas.count > 1:
             self._ahead = 2 * outer.interval if outer.delay else outer.interval
@@ -52,6 +56,12 @@ class Appointments:
 
     def begin(self, step: int) -> None:
         """Call before inner step `step`."""
+        with self._store_may_be_lost():
+            self._pass_on(step)
+
+    def _pass_on(self, step: int) -> None:
+        if self._is_cut_off:
+            return
         while self._signals:
             number = self._signals.pop()
             what = "save" if number == SAVE_SIGNAL else "end"
@@ -71,11 +81,25 @@ class Appointments:
 
     def due(self, step: int) -> What | None:
         """What all processes do after inner step `step`, the same in each of them."""
-        while self._store.check([f"appointments/{self._count}"]):
+        with self._store_may_be_lost():
+            self._read()
+        return self._steps.pop(step, None)
+
+    def _read(self) -> None:
+        while not self._is_cut_off and self._store.check([f"appointments/{self._count}"]):
             after, what = self._store.get(f"appointments/{self._count}").decode().split()
             self._count += 1
             self._steps[int(after)] = what
-        return self._steps.pop(step, None)
+
+    @contextmanager
+    def _store_may_be_lost(self) -> Iterator[None]:
+        """The store ends with replica 0. The others learn it together, at their next exchange."""
+        try:
+            yield
+        except RuntimeError:
+            if self._alone:
+                raise
+            self._is_cut_off = True
 
     def _asked(self, what: What) -> str | None:
         key = f"appointments/asked/{what}"

@@ -64,17 +64,18 @@ def run(session: "Session") -> None:
                 lr = learning_rate(step, steps, config.optimizer)
                 loss, tokens = session.engine.train(session.samples.micro_batches(step))
                 grad_norm = session.inner.step(lr)
-                outer = session.outer.step(step, tokens, last) if session.outer else []
                 state.step = step
-                session.record(loss, lr, grad_norm, time.perf_counter() - started, outer)
-                if _due(step, config.validation.every, last):
-                    session.validate()
-                asked = appointments.due(step)
-                ends = step == stop or asked == "end"
-                if ends or asked or _due(step, config.checkpoint.every):
-                    session.save(last=ends)
-                elif _due(step, config.checkpoint.light_every):
-                    session.save_light()
+                with session.rescue():
+                    outer = session.outer.step(step, tokens, last) if session.outer else []
+                    session.record(loss, lr, grad_norm, time.perf_counter() - started, outer)
+                    if _due(step, config.validation.every, last):
+                        session.validate()
+                    asked = appointments.due(step)
+                    ends = step == stop or asked == "end"
+                    if ends or asked or _due(step, config.checkpoint.every):
+                        session.save(last=ends)
+                    elif _due(step, config.checkpoint.light_every):
+                        session.save_light()
             if ends:
                 break
 

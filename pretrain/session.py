@@ -1,6 +1,7 @@
 """Puts a run together: processes, model, optimizer, outer loop, data, checkpoints, records."""
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from megatron_ext.blocks import Block
 from megatron_ext.checkpoint import Checkpoints, Outcome
 from megatron_ext.checkpoint.state import MASTER_KIND
 from megatron_ext.diloco.loop import OuterLoop, Round
+from megatron_ext.errors import PeerError, StackError
 from megatron_ext.model.accelerators import fused_gradients
 from megatron_ext.model.gpt import build
 from megatron_ext.model.initialize import draw
@@ -36,6 +38,8 @@ from pretrain.samples import Samples
 from pretrain.settings import RunConfig
 from pretrain.state import RunState
 from pretrain.validation import global_loss
+
+logger = logging.getLogger(__name__)
 
 
 class Session:
@@ -148,6 +152,31 @@ class Session:
         self._note_save(self._checkpoints.wait())
         self.outer.settle()
         self._note_save(self._checkpoints.save_light(self.state, self.state.step))
+
+    @contextmanager
+    def rescue(self) -> Iterator[None]:
+        """Where another replica is lost inside the block, save what this one has, and go on to end.
+
+        Only for what comes after an inner step: inside one the state is of no step.
+        """
+        try:
+            with self.replicas.guard(f"after step {self.state.step}"):
+                yield
+        except PeerError:
+            if self.replicas.count > 1:
+                self._rescue()
+            raise
+
+    def _rescue(self) -> None:
+        if self.outer:
+            self.outer.take_back()
+        try:
+            written = self._checkpoints.rescue(self.state, self.state.step)
+        except StackError as error:
+            logger.error("what replica %d holds is not saved: %s", self.replicas.index, error)
+            return
+        if written and self.replicas.rank == 0:
+            logger.warning("what replica %d holds is saved: %s", self.replicas.index, written.path)
 
     def _note_save(self, outcome: Outcome | None) -> None:
         """Write down how a save ended. A background save that failed does not end the run."""

@@ -66,6 +66,16 @@ class Council:
             raise verdict
         return verdict
 
+    def adjourn(self, what: str) -> None:
+        """Call after the last decision before the processes end, each by itself.
+
+        The chair's may host the store, so it leaves when all others have read what was decided.
+        """
+        self._store.set(f"left/{self._seat}", "")
+        if self.is_chair:
+            seats = range(len(self._members))
+            self._wait(what, [f"left/{seat}" for seat in seats], seats, patience=1)
+
     def _judge(self, what: str, key: str, judge: Callable[[list[Any]], Any], patience: int) -> Any:
         """The verdict, or the error that stands for it."""
         seats = range(len(self._members))

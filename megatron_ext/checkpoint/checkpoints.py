@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.checkpoint import folders, places
+from megatron_ext.checkpoint import folders, places, rescue
 from megatron_ext.checkpoint.agreement import Council
 from megatron_ext.checkpoint.loading import InnerState, Load, load_weights, verify
 from megatron_ext.checkpoint.saved import find
-from megatron_ext.checkpoint.saving import Save, Written
+from megatron_ext.checkpoint.saving import Form, Save, Written
 from megatron_ext.checkpoint.staging import Staging, in_place
 from megatron_ext.checkpoint.state import StateTensor, TrainingState
 from megatron_ext.errors import ConfigError, DataError, StackError, TrainingError
@@ -56,9 +56,9 @@ class Checkpoints:
         self._staging = Staging()
         self._background: _Background | None = None
         size, index = replicas.world_size, replicas.index
-        store = replicas.store.clone()
-        inside = range(index * size, (index + 1) * size)
-        self._in_replica = Council(replicas, store, f"checkpoint/{index}", inside)
+        self._inside = range(index * size, (index + 1) * size)
+        own_store, store = replicas.own_store.clone(), replicas.store.clone()
+        self._in_replica = Council(replicas, own_store, "checkpoint", self._inside)
         self._everyone = Council(replicas, store, "checkpoint", range(replicas.count * size))
 
     def find(self, resume: str) -> Path | None:
@@ -157,6 +157,28 @@ class Checkpoints:
             lambda: save.write_and_commit(self._in_replica, self._everyone),
         )
 
+    def rescue(self, state: TrainingState, step: int) -> Written | None:
+        """Save what this replica holds, by itself, because another one is lost; then end.
+
+        `find` makes a checkpoint of what the replicas rescued (see rescue.py); None where they have
+        no place in common. Raises PeerError if a rank of this replica is lost too, and
+        TrainingError if it could not write.
+        """
+        if not self._one_place:
+            return None
+        # A background save may be waiting in the councils that were made for saves.
+        council = Council(self._replicas, self._replicas.own_store.clone(), "rescue", self._inside)
+        # A rank may have seen the loss a time-out before the others.
+        council.decide(f"rescue of step {step}", None, lambda _: None, patience=2)
+        name = folders.part_name(step, self._replicas.index)
+        form = Form(name, together=False, latest=False)
+        save = Save(self._root, step, form, self._replicas, self._observe, lambda root: None)
+        save.stage(state, in_place)
+        try:
+            return save.write_and_commit(council, council)
+        finally:
+            council.adjourn(f"rescue of step {step}")
+
     def poll(self) -> Outcome | None:
         """How the background save ended, if it has ended since it was last asked for."""
         if self._background is None or self._background.is_alive():
@@ -173,7 +195,8 @@ class Checkpoints:
 
     def _save(self, step: int, light: bool = False) -> Save:
         prune = folders.prune_light if light else self._prune
-        return Save(self._root, step, self._replicas, self._observe, prune, light, self._one_place)
+        form = Form(folders.name_of(step, light), light, self._one_place, latest=not light)
+        return Save(self._root, step, form, self._replicas, self._observe, prune)
 
     def _report(self, outcome: Outcome | None) -> None:
         if outcome is not None and outcome.error is not None and self._everyone.is_chair:
@@ -196,6 +219,7 @@ class Checkpoints:
             logger.warning("removing %s, left by an interrupted save", leftover)
             folders.discard(leftover)
         self._root.mkdir(parents=True, exist_ok=True)
+        rescue.put_together(self._root)
         newest = next(reversed(folders.committed(self._root)), None)
         self._mend_latest(newest)
         if resume == "auto":

@@ -4,6 +4,7 @@ checkpoints/step-00000100/            committed, complete, never changed again
 checkpoints/step-00000200.partial/    being written, or left by a save that was interrupted
 checkpoints/step-00000050.removed/    being deleted
 checkpoints/light-00000150/           the same of a light one: anchor and outer state only
+checkpoints/step-00000170.replica-1/  what one replica saved when another was lost (see rescue.py)
 checkpoints/latest                    text: the name of the newest committed folder
 """
 
@@ -22,11 +23,25 @@ DAMAGED = ".damaged"
 
 _STEP = re.compile(r"step-(\d{8,})")
 _LIGHT = re.compile(r"light-(\d{8,})")
+_PART = re.compile(r"step-(\d{8,})\.replica-(\d+)")
 
 
 def name_of(step: int, light: bool = False) -> str:
     """Folder name of the checkpoint after `step` inner steps."""
     return f"{'light' if light else 'step'}-{step:08d}"
+
+
+def part_name(step: int, replica: int) -> str:
+    """Folder name of what one replica saved for itself after `step` inner steps."""
+    return f"{name_of(step)}.replica-{replica}"
+
+
+def parts(root: Path) -> list[tuple[int, int, Path]]:
+    """Step, replica and path of each replica's own part, in this order."""
+    if not root.is_dir():
+        return []
+    found = [(_PART.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir()]
+    return sorted((int(name[1]), int(name[2]), path) for name, path in found if name)
 
 
 def step_of(folder: Path, light: bool = False) -> int | None:
@@ -56,7 +71,7 @@ def leftovers(root: Path) -> list[Path]:
 
 
 def _is_name(text: str) -> bool:
-    return bool(_STEP.fullmatch(text) or _LIGHT.fullmatch(text))
+    return any(kind.fullmatch(text) for kind in (_STEP, _LIGHT, _PART))
 
 
 def commit(partial: Path) -> Path:

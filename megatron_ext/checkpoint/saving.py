@@ -74,6 +74,23 @@ class _Part:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class Form:
+    """What a save writes.
+
+    Attributes:
+        name: of the folder.
+        light: only what the replicas share.
+        together: all replicas write one folder; else each writes all that it needs into its own.
+        latest: whether `latest` is to name it.
+    """
+
+    name: str
+    light: bool = False
+    together: bool = True
+    latest: bool = True
+
+
 class Save:
     """One rank's part in one save."""
 
@@ -81,25 +98,19 @@ class Save:
         self,
         root: Path,
         step: int,
+        form: Form,
         replicas: Replicas,
         observe: Callable[[str], None],
         prune: Callable[[Path], None],
-        light: bool = False,
-        one_place: bool = True,
     ) -> None:
-        """`prune` removes what need not stay below `root`, once the new checkpoint is there.
-
-        A `light` checkpoint holds what is shared by the replicas, and no `latest` names it.
-        `one_place`: all replicas see the same `root`.
-        """
+        """`prune` removes what need not stay below `root`, once the new checkpoint is there."""
         self._root = root
-        self._light = light
-        self._one_place = one_place
+        self._form = form
         self._step = step
         self._replicas = replicas
         self._observe = observe
         self._prune = prune
-        self._partial = root / f"{folders.name_of(step, light)}{folders.PARTIAL}"
+        self._partial = root / f"{form.name}{folders.PARTIAL}"
         self._failure = Failure()
         self._writings: dict[str, Writing] = {}
         self._bytes = 0
@@ -130,7 +141,7 @@ class Save:
             self._failure.error = str(error)
         word = (self._files, self._failure.error)
         patience = 3  # more than another replica may have needed to see that it lacks a rank
-        if self._one_place:
+        if self._form.together:
             return everyone.decide(f"{what}: commit", word, self._commit, patience)
         self._cleaned(
             lambda: everyone.decide(f"{what}: prepare", self._prepare(), self._judge, patience)
@@ -148,14 +159,14 @@ class Save:
         place = Block(str(self._replicas.rank), (rng.numel(),), (0,), (rng.numel(),))
         own = [tensor for tensor in tensors if tensor[0] not in SHARED_KINDS]
         parts = {}
-        if not self._light:
+        if not self._form.light:
             parts[replica_folder(self._replicas.index)] = [*own, (RANDOM_KIND, place, rng)]
 
         present: list[set[str]] = [set()] * self._replicas.world_size
         dist.all_gather_object(present, {kind for kind, _, _ in tensors})
         for number, kind in enumerate(SHARED_KINDS):
             is_writer = number % self._replicas.count == self._replicas.index
-            if (is_writer or not self._one_place) and any(kind in kinds for kinds in present):
+            if (is_writer or not self._form.together) and any(kind in kinds for kinds in present):
                 parts[f"{SHARED}/{kind}"] = [tensor for tensor in tensors if tensor[0] == kind]
         return parts
 
@@ -173,12 +184,12 @@ class Save:
     def _check_space(self, words: list[tuple[int, int, str | None]]) -> None:
         """Judged before anything is written."""
         self._give_up_if([error for _, _, error in words])
-        ranks = len(words) if self._one_place else self._replicas.world_size
+        ranks = len(words) if self._form.together else self._replicas.world_size
         for first in range(0, len(words), ranks):
             needed_bytes = sum(size for size, _, _ in words[first : first + ranks]) + _SPARE_BYTES
             free_bytes = words[first][1]
             if free_bytes < needed_bytes:
-                where = "" if self._one_place else f"of replica {first // ranks} "
+                where = "" if self._form.together else f"of replica {first // ranks} "
                 self._give_up_if(
                     [
                         f"it needs {needed_bytes / 1e9:.2f} GB and {self._root} {where}has "
@@ -257,14 +268,14 @@ class Save:
         try:
             decide()
         except TrainingError:
-            if not self._one_place and self._replicas.rank == 0 and self._partial.exists():
+            if not self._form.together and self._replicas.rank == 0 and self._partial.exists():
                 folders.discard(self._partial)
             raise
 
     def _rename(self, content: Manifest) -> Written:
         path = folders.commit(self._partial)
         self._observe("committed")
-        if not self._light:
+        if self._form.latest:
             folders.point_latest(self._root, path)
         self._observe("latest")
         self._prune(self._root)
@@ -276,8 +287,8 @@ class Save:
             "step": self._step,
             "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "layout": layout_of(self._replicas),
-            "light": self._light,
-            "replicas": "all" if self._one_place else [self._replicas.index],
+            "light": self._form.light,
+            "replicas": "all" if self._form.together else [self._replicas.index],
             "torch": torch.__version__,
         }
         return Manifest(about, files)

@@ -46,6 +46,7 @@ class Exchange:
         self._second_leg = ErrorFeedback(like, config.error_decay) if second else None
         legs = {"error_feedback": self._first_leg, "second_error": self._second_leg}
         self.errors = {kind: leg.error for kind, leg in legs.items() if leg}
+        self._is_open = False  # between packing and knowing that it arrived
         self._collective = Collective(
             wire,
             plan_buckets(units, config.codecs_of(units), wire.count, shift),
@@ -68,11 +69,22 @@ class Exchange:
         left_out = judge(norms, self._config, number)
         if self._wire.index in left_out:
             delta.zero_()  # its weight is 0, and 0 · inf is not
+        self._is_open = True
         weights = [0.0 if i in left_out else tokens for i, tokens in enumerate(before.tokens)]
         sums = self._collective.reduce(delta, weights)
         error = self._first_leg.error.norm().item() if self._first_leg else 0.0
         totals = self._wire.gather(self._add_up(pack(sums, error)))
+        self._is_open = False
         return summarise(before, left_out, totals, self._wire.index)
+
+    def take_back(self) -> None:
+        """After an exchange that failed: what it packed never arrived, so it owes nothing for it.
+
+        What it owed from before is lost with it, once packing had begun.
+        """
+        if self._is_open:
+            for error in self.errors.values():
+                error.zero_()
 
     def rehome(self) -> None:
         """After a resume: what the second leg owes is with the replica that reduces it.

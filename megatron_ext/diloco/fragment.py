@@ -60,6 +60,7 @@ class Fragment:
         self.rounds = self.since = 0
         self.tokens = 0.0
         self.sent: int | None = None
+        self._sent_tokens = 0.0
         self._running: Future[tuple[Summary, float]] | None = None
         self._summary: Summary | None = None
         self._seconds = self._exposed_seconds = 0.0
@@ -71,7 +72,7 @@ class Fragment:
         if self._delta is None:
             self._delta = own if own.device == self.anchor.device else _like(self.anchor)
         self._running = self._background.submit(partial(self._reduce, own, self.tokens))
-        self.sent, self.tokens = step, 0.0
+        self.sent, self._sent_tokens, self.tokens = step, self.tokens, 0.0
         self._exposed_seconds = time.perf_counter() - started
 
     def settle(self) -> None:
@@ -82,6 +83,14 @@ class Fragment:
         (self._summary, seconds), self._running = self._running.result(), None
         self._seconds = self._exposed_seconds + seconds
         self._exposed_seconds += time.perf_counter() - started
+
+    def take_back(self) -> None:
+        """As if what is in flight had not been sent: the masters still hold all of it."""
+        if self.sent is None:
+            return
+        self.tokens += self._sent_tokens
+        self.sent = self._running = self._summary = None
+        self._exchange.take_back()
 
     @torch.no_grad()
     def apply(self, step: int, mix: float, lr: float, momentum: float) -> Round:
@@ -136,6 +145,7 @@ class Fragment:
             "since": self.since,
             "tokens": self.tokens,
             "sent": self.sent,
+            "sent_tokens": self._sent_tokens,
             "summary": asdict(self._summary) if self._summary else None,
         }
 
@@ -145,6 +155,7 @@ class Fragment:
         self.since, self.tokens = counters["since"], counters["tokens"]
         self.sent = counters["sent"]
         self._summary = Summary(**counters["summary"]) if counters["summary"] else None
+        self._sent_tokens = counters.get("sent_tokens", 0.0)
         self._seconds = self._exposed_seconds = 0.0
         self._exchange.rehome()
 

@@ -96,6 +96,11 @@ class OuterLoop:
             for fragment in self.fragments:
                 fragment.settle()
 
+    def take_back(self) -> None:
+        """Forget what is in flight, since another replica is lost; the next outer step has it."""
+        for fragment in self.fragments:
+            fragment.take_back()
+
     @contextmanager
     def global_weights(self) -> Iterator[None]:
         """Let the model compute with the anchor inside the block.

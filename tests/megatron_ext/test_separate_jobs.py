@@ -1,8 +1,5 @@
 """Replicas in jobs that were started separately and meet at one address."""
 
-import os
-import socket
-
 import pytest
 
 from megatron_ext.errors import ConfigError
@@ -10,30 +7,14 @@ from megatron_ext.replicas import ParallelConfig, join
 from pretrain import exit, loop
 from pretrain.config import load
 from pretrain.session import open_session
+from tests.megatron_ext.jobs import run_jobs
 from tests.pretrain.corpus import write_corpus
 from tests.pretrain.runs import SMALL, lines, losses, train
-from tests.ranks import run
 
 PARALLEL = ParallelConfig(replicas=3, tp=2)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-def train_in_a_job(rank: int, meeting_point: str, ports: list[int], overrides: list[str]) -> str:
-    """Two processes a job, which know nothing of the other job but the meeting point."""
-    job, rank_in_job = divmod(rank, 2)
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    os.environ |= {
-        "RANK": str(rank_in_job),
-        "LOCAL_RANK": str(rank_in_job),
-        "WORLD_SIZE": "2",
-        "MASTER_PORT": str(ports[job]),
-        "REPLICAS_STORE": meeting_point,
-        "FIRST_REPLICA": str(1 - job),  # the order in which jobs start does not matter
-    }
+def train_in_a_job(overrides: list[str]) -> str:
     exit.quieten_imports()
     with open_session(load("demo", overrides)) as session:
         loop.run(session)
@@ -45,9 +26,8 @@ def test_two_jobs_train_what_one_job_trains(tmp_path):
     options = {"parallel.replicas": 2, "parallel.tp": 2, "outer.interval": 3, "train.steps": 6}
     values = SMALL | options | {"data.blend": blend, "run.dir": tmp_path / "apart"}
     overrides = [f"{key}={value}" for key, value in values.items()]
-    meeting_point, ports = f"127.0.0.1:{free_port()}", [free_port(), free_port()]
-    places = run(train_in_a_job, 4, meeting_point, ports, overrides)
-    assert places == [f"replica {replica} rank {rank}" for replica in (1, 0) for rank in (0, 1)]
+    places = run_jobs(train_in_a_job, 2, 2, overrides)
+    assert places == [f"replica {replica} rank {rank}" for replica in (0, 1) for rank in (0, 1)]
 
     train(blend, tmp_path / "together", **{k.replace(".", "__"): v for k, v in options.items()})
     assert losses(tmp_path / "apart") == losses(tmp_path / "together")
