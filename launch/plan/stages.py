@@ -73,28 +73,29 @@ def _ranks(
 ) -> list[Rank]:
     tp, dp, ep = parallel.tp, parallel.dp * parallel.cp, parallel.ep
     if ep == 1:
-        seats = _seats(chunks, routes, tp, dp)
+        seats = _seats(plan_stage(chunks, routes, tp, dp))
         return [Rank(*place, (seat,)) for place, seat in seats.items()]
-    dense = _seats([[p for p in chunk if p.expert is None] for chunk in chunks], routes, tp, dp)
+    the_rest = [[p for p in chunk if p.expert is None] for chunk in chunks]
+    dense = plan_stage(the_rest, routes, tp, dp)
     each = model.experts // ep
-    experts = [
-        _seats([[p for p in chunk if p.expert in mine] for chunk in chunks], routes, tp, dp // ep)
-        for mine in (range(rank * each, (rank + 1) * each) for rank in range(ep))
-    ]
-    # Neighbours in data parallelism hold different experts.
+    experts = []
+    for rank in range(ep):
+        held = range(rank * each, (rank + 1) * each)
+        mine = [[p for p in chunk if p.expert in held] for chunk in chunks]
+        # Neighbours in data parallelism hold different experts.
+        busy = [of_tp_rank[rank::ep] for of_tp_rank in dense.flops()]
+        experts.append(_seats(plan_stage(mine, routes, tp, dp // ep, busy)))
     return [
         Rank(tp_rank, dp_rank, (seat, experts[dp_rank % ep][tp_rank, dp_rank // ep]))
-        for (tp_rank, dp_rank), seat in dense.items()
+        for (tp_rank, dp_rank), seat in _seats(dense).items()
     ]
 
 
-def _seats(
-    chunks: Chunks, routes: Mapping[str, Route], tp: int, dp: int
-) -> dict[tuple[int, int], Seat]:
-    """The seats of one plan by tensor- and data-parallel rank, the former running faster."""
-    plan = plan_stage(chunks, routes, tp, dp)
+def _seats(plan: StagePlan) -> dict[tuple[int, int], Seat]:
+    """The seats of a plan by tensor- and data-parallel rank, the former running faster."""
     flops = plan.flops()
-    return {(t, d): Seat(plan, t, d, flops[t][d]) for d in range(dp) for t in range(tp)}
+    places = ((t, d) for d in range(plan.dp) for t in range(plan.tp))
+    return {(t, d): Seat(plan, t, d, flops[t][d]) for t, d in places}
 
 
 def _parameters(

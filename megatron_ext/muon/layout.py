@@ -49,7 +49,7 @@ class ChunkLayout:
 
 
 def lay_out(
-    parameters: Sequence[LogicalParameter], work: Sequence[int], shards: int
+    parameters: Sequence[LogicalParameter], work: Sequence[int], done: list[int]
 ) -> ChunkLayout:
     """Place the parameters of one model chunk.
 
@@ -59,12 +59,12 @@ def lay_out(
     Args:
         parameters: in order of registration.
         work: for each, what its update costs the rank that holds its shard, in FLOPs.
-        shards: data-parallel ranks.
+        done: what each data-parallel rank has to do already; what is placed is added to it.
     """
+    shards = len(done)
     placements: dict[int, Placement] = {}
     buckets: list[tuple[int, int]] = []
     contents: list[int] = []
-    done = [0] * shards
     for group in _group(parameters, work, shards):
         start = buckets[-1][1] if buckets else 0
         numels = {index: _numel(parameters[index]) for index in group}

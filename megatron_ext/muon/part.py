@@ -32,14 +32,19 @@ class Part:
         routes: Mapping[str, Route],
         tp_group: dist.ProcessGroup,
         dp_group: dist.ProcessGroup,
+        busy: Sequence[Sequence[int]] | None = None,
     ):
-        """`chunks`: the part's parameters in each model chunk, in order of registration."""
+        """`chunks`: the part's parameters in each model chunk, in order of registration.
+
+        `busy`: the FLOPs that these ranks have to do in another part.
+        """
         self.tp_group, self.dp_group = tp_group, dp_group
         self.plan = plan_stage(
             [[logical[parameter] for parameter in chunk] for chunk in chunks],
             routes,
             tp_group.size(),
             dp_group.size(),
+            busy,
         )
         self.parameters = [parameter for chunk in chunks for parameter in chunk]
         self._chunks = chunks

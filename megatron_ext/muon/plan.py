@@ -102,7 +102,11 @@ class StagePlan:
 
 
 def plan_stage(
-    chunks: Sequence[Sequence[LogicalParameter]], routes: Mapping[str, Route], tp: int, dp: int
+    chunks: Sequence[Sequence[LogicalParameter]],
+    routes: Mapping[str, Route],
+    tp: int,
+    dp: int,
+    busy: Sequence[Sequence[int]] | None = None,
 ) -> StagePlan:
     """Plan a pipeline stage, or a part of it.
 
@@ -111,9 +115,12 @@ def plan_stage(
         routes: for each logical name.
         tp: tensor-parallel ranks.
         dp: data-parallel ranks (times context-parallel, which shares the gradient reduction).
+        busy: the `flops()` that the ranks have to do by another plan.
     """
+    busy = busy or [[0] * dp] * tp
+    done = [sum(of_shard) for of_shard in zip(*busy, strict=True)]
     layouts = tuple(
-        lay_out(chunk, [_work(parameter, routes) for parameter in chunk], dp) for chunk in chunks
+        lay_out(chunk, [_work(parameter, routes) for parameter in chunk], done) for chunk in chunks
     )
     placements = [place for layout in layouts for place in layout.placements]
     parameters = tuple(parameter for chunk in chunks for parameter in chunk)
@@ -125,9 +132,8 @@ def plan_stage(
     ]
     matrices = [unit for unit in whole if routes[unit.name].optimizer == "muon"]
     vectors = [unit for unit in whole if parameters[unit.parameter].replicated]
-    return StagePlan(
-        parameters, layouts, _find_homes(matrices, tp, dp), tuple(vectors), routes, tp, dp
-    )
+    homes = _find_homes(matrices, busy)
+    return StagePlan(parameters, layouts, homes, tuple(vectors), routes, tp, dp)
 
 
 def whole_block(unit: Unit) -> Block:
@@ -135,18 +141,18 @@ def whole_block(unit: Unit) -> Block:
     return Block(unit.name, unit.shape, (0,) * len(unit.shape), unit.shape)
 
 
-def _find_homes(matrices: list[Unit], tp: int, dp: int) -> tuple[Unit, ...]:
+def _find_homes(matrices: list[Unit], busy: Sequence[Sequence[int]]) -> tuple[Unit, ...]:
     """Give each matrix a home so that the busiest rank of each shard has the least to do.
 
     Largest first, each to the rank with the least work so far; equal shapes stay together, since
     they are orthogonalised as one batch.
     """
     homes = []
-    for shard in range(dp):
-        work = [0] * tp
+    for shard, of_shard in enumerate(zip(*busy, strict=True)):
+        work = list(of_shard)
         mine = [matrix for matrix in matrices if matrix.shard == shard]
         for matrix in sorted(mine, key=lambda m: (-newton_schulz_flops(m.shape, 1), m.shape)):
-            home = min(range(tp), key=work.__getitem__)
+            home = min(range(len(work)), key=work.__getitem__)
             work[home] += newton_schulz_flops(matrix.shape, 1)
             homes.append(
                 Unit(matrix.name, matrix.shape, matrix.parameter, matrix.pieces, shard, home)

@@ -12,19 +12,26 @@ from tests.ranks import run
 SEQUENCES, REPETITIONS = 8, 20
 
 
-@pytest.mark.parametrize("experts", [0, 4], ids=["dense", "experts"])
-def test_gradients_on_two_threads_are_equal_bit_for_bit(experts):
+@pytest.mark.parametrize(
+    ("experts", "parallel"),
+    [
+        (0, ParallelConfig()),
+        (4, ParallelConfig()),
+        pytest.param(4, ParallelConfig(dp=4, ep=4), marks=pytest.mark.slow),
+    ],
+    ids=["dense", "experts", "experts sent to"],
+)
+def test_gradients_on_two_threads_are_equal_bit_for_bit(experts, parallel):
     # Torch cuts less than 32,768 values into no pieces.
     model = model_config(layers=1, hidden=64, sequence_length=128, experts=experts)
-    [different] = run(_different_gradients, 1, model)
-    assert different == []
+    different = run(_different_gradients, parallel.world_size, model, parallel)
+    assert different == [[]] * parallel.world_size
 
 
-def _different_gradients(rank: int, model: ModelConfig) -> list[str]:
+def _different_gradients(rank: int, model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     """The parameters whose gradient was not the same in each repetition."""
     torch.set_num_threads(2)
     host.prepare()
-    parallel = ParallelConfig()
     with join(parallel, timeout_seconds=30):
         initialize_megatron(parallel, SEED)
         [chunk] = build(model, parallel, precision="fp32", recompute="none", seed=SEED)

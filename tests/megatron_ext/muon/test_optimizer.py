@@ -373,11 +373,10 @@ def test_a_nan_gradient_is_named_and_the_step_not_taken():
         assert unchanged
 
 
-def count_collectives(rank, layers):
+def count_collectives(rank, parallel, changes):
     """Calls of torch's collectives in one step, but those of DDP, which come one a bucket."""
-    parallel = ParallelConfig(tp=2)
     with join(parallel, 30):
-        model = MODEL.model_copy(update={"layers": layers})
+        model = MODEL.model_copy(update=changes)
         optimizer = make(rank, parallel, OptimizerConfig(lr=LR), model)
         put_gradients(optimizer, 0)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -386,7 +385,18 @@ def count_collectives(rank, layers):
         return [name for name in names if "allgather" not in name]
 
 
-def test_the_number_of_collectives_does_not_grow_with_the_layers():
-    few, many = (run(count_collectives, 2, layers)[0] for layers in (2, 8))
-    assert len(few) == len(many) <= 12
+@pytest.mark.parametrize(
+    ("parallel", "experts", "most"),
+    [
+        (ParallelConfig(tp=2), 0, 12),
+        (ParallelConfig(tp=2, dp=2, ep=2, sequence_parallel=True), 4, 20),
+    ],
+    ids=["dense", "experts shared out"],
+)
+def test_the_number_of_collectives_does_not_grow_with_the_layers(parallel, experts, most):
+    few, many = (
+        run(count_collectives, parallel.world_size, parallel, {"layers": n, "experts": experts})[0]
+        for n in (4, 8)
+    )
+    assert len(few) == len(many) <= most
     assert {"c10d::alltoall_base_", "c10d::allreduce_"} == set(many)
