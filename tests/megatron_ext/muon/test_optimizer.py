@@ -212,55 +212,6 @@ def test_the_update_is_that_of_whole_matrices_on_the_whole_grid(layout):
     check_agreement(layout)
 
 
-OF_EXPERTS = [
-    (OptimizerConfig(lr=LR, weight_decay=0.1, clip=0.0, arithmetic="fp32"), changed)
-    for changed in (
-        MODEL.model_copy(update={"experts": 6}),
-        MODEL.model_copy(update={"experts": 4, "experts_per_token": 1, "tie_head": True}),
-    )
-]
-LAYOUTS_OF_EXPERTS = [
-    {"dp": 2},
-    {"pp": 2},
-    {"tp": 2, "sequence_parallel": True},
-    {"tp": 2, "dp": 2, "sequence_parallel": True},
-    {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True},
-    {"dp": 2, "ep": 2},
-    {"dp": 4, "ep": 2},
-    {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True},
-]
-MORE_LAYOUTS_OF_EXPERTS = [
-    {"dp": 6, "ep": 2},
-    {"pp": 2, "interleave": 2, "dp": 2, "ep": 2},
-    {"tp": 2, "pp": 2, "dp": 2, "ep": 2, "sequence_parallel": True},
-    {"tp": 2, "dp": 4, "ep": 2, "sequence_parallel": True},
-    {"tp": 4, "dp": 2, "ep": 2, "sequence_parallel": True},
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS_OF_EXPERTS, ids=str)
-def test_each_matrix_of_each_expert_is_orthogonalised_by_itself(layout):
-    check_experts(layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", MORE_LAYOUTS_OF_EXPERTS, ids=str)
-def test_each_matrix_of_each_expert_is_orthogonalised_by_itself_on_eight_ranks(layout):
-    check_experts(layout)
-
-
-def check_experts(layout: dict) -> None:
-    for one, many in zip(_experts_of_one_process(), check(layout, *OF_EXPERTS), strict=True):
-        for name in one:
-            if kind_of(name) == "matrix":
-                assert torch.equal(one[name], many[name]), name
-
-
-@cache
-def _experts_of_one_process() -> list[dict[str, torch.Tensor]]:
-    return check({}, *OF_EXPERTS)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -281,13 +232,6 @@ def _experts_of_one_process() -> list[dict[str, torch.Tensor]]:
 def test_options_follow_the_reference(options, layout):
     config = OptimizerConfig(lr=LR, weight_decay=0.5, arithmetic="fp32", **options)
     check(LAYOUTS[layout], (config, MODEL))
-
-
-def test_adamw_trains_experts_where_they_lie():
-    """Each on the ranks that hold it, in pieces and rows; clipped by the norm of all."""
-    config = OptimizerConfig(name="adamw", lr=LR, weight_decay=0.1, clip=0.5)
-    layout = {"tp": 2, "dp": 4, "ep": 2, "sequence_parallel": True}
-    check(layout, (config, MODEL.model_copy(update={"experts": 4})))
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2 dp2", "tp4, more ranks than key-value heads"])
