@@ -155,8 +155,11 @@ def _places(folder: Path) -> dict[str, Path]:
     """The file of each weight."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {weight: folder / name for weight, name in names.items()}
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {weight: folder / name for weight, name in names.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DataError(f"{index} is damaged: it has no weight_map") from None
     single = folder / "model.safetensors"
     if not single.is_file():
         raise DataError(

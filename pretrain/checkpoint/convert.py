@@ -19,7 +19,6 @@ def average(options: argparse.Namespace) -> None:
     with progress(options.json) as bar:
         for saved in checkpoints:
             _refuse_damage(saved, bar)
-    mean = weights.average(checkpoints)
     newest = max(checkpoints, key=lambda saved: saved.step)
     known = newest.counters()
     counters = {
@@ -28,7 +27,7 @@ def average(options: argparse.Namespace) -> None:
         "weights_of": [str(saved.path) for saved in checkpoints],
         "options": known.get("options", {}),
     }
-    path = weights.write(options.output, mean, counters)
+    path = weights.write(options.output, weights.average(checkpoints), counters)
     _say(options, f"the mean of {len(checkpoints)} checkpoints is in {path}", path=path)
 
 
@@ -37,7 +36,7 @@ def from_huggingface(options: argparse.Namespace) -> None:
     from megatron_ext.checkpoint import huggingface_import, weights
 
     model = huggingface_import.model_of(options.path)
-    found = dict(huggingface_import.weights_of(options.path, model))
+    found = huggingface_import.weights_of(options.path, model)
     described = {f"model.{name}": value for name, value in model.model_dump().items()}
     counters = {"step": 0, "weights_of": [str(options.path)], "options": described}
     path = weights.write(options.output, found, counters)

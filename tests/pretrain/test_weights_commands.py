@@ -130,6 +130,12 @@ def test_a_weight_that_is_missing_or_too_many_is_named(exported, tmp_path, capfd
     save_file({k: v for k, v in whole.items() if k != name}, tmp_path / "model.safetensors")
     code, _, err = command(capfd, "import", tmp_path, tmp_path / "imported")
     assert code == 3 and name in err
+    index = tmp_path / "model.safetensors.index.json"
+    for damaged in ("{", "[]", '{"weight_map": 1}'):
+        index.write_text(damaged)
+        code, _, err = command(capfd, "import", tmp_path, tmp_path / "imported")
+        assert code == 3 and f"{index.name} is damaged" in err
+    index.unlink()
     bias = "model.layers.0.mlp.up_proj.bias"
     save_file(whole | {bias: torch.zeros(1)}, tmp_path / "model.safetensors")
     code, _, err = command(capfd, "import", tmp_path, tmp_path / "imported")
