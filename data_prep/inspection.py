@@ -45,16 +45,18 @@ def inspect(out: Path, shown: int) -> dict:
                 "documents": row["documents"],
                 "tokens": row["tokens"],
                 "dtype": row["dtype"],
-                "lengths": _histogram(data.lengths),
+                "lengths": _histogram(data),
                 "first": [encoder.tokenizer.decode(ids[:-1]) for ids in heads],
             }
         )
     return {"tokenizer": manifest["tokenizer"], "outputs": described}
 
 
-def _histogram(lengths: np.ndarray) -> dict[str, int]:
+def _histogram(data: IndexedFile) -> dict[str, int]:
     """Documents by length in tokens, in powers of two: `{"64-127": 12, …}`."""
-    powers = np.bincount(np.log2(np.asarray(lengths, dtype=np.float64)).astype(int))
+    powers = np.zeros(32, dtype=np.int64)
+    for _, _, lengths in _index_slices(data):
+        powers += np.bincount(np.log2(lengths).astype(int), minlength=len(powers))
     return {
         f"{2**power}-{2 ** (power + 1) - 1}": int(count)
         for power, count in enumerate(powers)

@@ -13,7 +13,7 @@ from data_prep import files
 from data_prep.assemble import Output, Target
 from data_prep.cleaning import packages_of
 from data_prep.errors import DataError, UsageError
-from data_prep.plan import Plan, Scan, Unit
+from data_prep.plan import FORMAT, Plan, Scan, Unit
 from data_prep.work import MANIFEST, WorkFolder
 
 PROVENANCE = "provenance.jsonl"
@@ -212,9 +212,12 @@ def read_manifest(out: Path) -> dict:
     if not path.is_file():
         raise UsageError(f"{out}: holds no {MANIFEST}, so it is no finished output of data_prep")
     try:
-        return files.read_json(path)
+        manifest = files.read_json(path)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: is damaged ({error})") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DataError(f"{path}: is no manifest of data_prep's format {FORMAT}")
+    return manifest
 
 
 def names_in(out: Path) -> list[str]:

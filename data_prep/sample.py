@@ -7,6 +7,7 @@ their source files without importing them.
 import ast
 import importlib.util
 import json
+import shutil
 import sysconfig
 import uuid
 import warnings
@@ -45,11 +46,14 @@ def write_sample(out: Path, reporter: Reporter) -> dict[str, int]:
         if len(text) > MIN_CHARACTERS and text not in seen:
             seen.add(text)
             texts[source].append((url, text))
+    fresh = out / f".{root.name}.tmp"  # half of it must not pass for the whole
+    shutil.rmtree(fresh, ignore_errors=True)
     for source, partition in _PARTITIONS.items():
-        folder = root / partition
+        folder = fresh / partition
         folder.mkdir(parents=True)
         for number in range(_FILES):
             _write(folder / f"part-{number:05d}.jsonl.zstd", texts[source][number::_FILES])
+    fresh.rename(root)
     return {_PARTITIONS[source]: len(found) for source, found in texts.items()}
 
 

@@ -11,6 +11,8 @@ from typing import NoReturn
 from data_prep.errors import DataError, UsageError
 
 LIST_SUFFIXES = (".paths", ".paths.gz", ".txt", ".list")
+# What tells the outputs of one partition apart.
+_OF_OUTPUT = re.compile(r"(\.validation)?(-\d{5})?$")
 # Control characters, and the surrogates that stand for bytes that are not UTF-8.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 
@@ -53,6 +55,7 @@ def find(given: Path, root: Path | None = None, where: str = "") -> list[Source]
     ]
     selected = _select(sources, where)
     _refuse_odd_files(selected)
+    _refuse_clashes({source.partition for source in selected})
     return selected
 
 
@@ -98,6 +101,16 @@ def _refuse_odd_files(sources: list[Source]) -> None:
         if not stat.S_ISREG(status.st_mode):
             raise DataError(f"input {source.path}: is no regular file")
         _refuse_second(source.path, status, seen)
+
+
+def _refuse_clashes(partitions: set[str]) -> None:
+    """Raise DataError where one partition's output would have the name of another's part."""
+    for name in sorted(partitions):
+        other = _OF_OUTPUT.sub("", name)
+        if other != name and other in partitions:
+            raise DataError(
+                f"partition {name}: is named as an output of partition {other} may be; rename it"
+            )
 
 
 def _refuse_second(path: str, status: os.stat_result, seen: dict[tuple[int, int], str]) -> None:

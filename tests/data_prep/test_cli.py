@@ -15,6 +15,7 @@ from data_prep.progress import Reporter
 from data_prep.selection import split_of
 from data_prep.streams import ZSTD_MAGIC
 from tests.data_prep.helpers import SENTENCEPIECE, command, json_lines, tree, write
+from tests.data_prep.kills import killed_at
 
 COMMANDS = sorted(cli._EXAMPLES)
 TEXTS = [f"Document {number} of some words." for number in range(40)]
@@ -181,3 +182,12 @@ def test_sizes_and_times_are_in_units_that_people_read():
     ]  # fmt: skip
     times = [progress.duration(seconds) for seconds in (40, 720, 19_200, 3600 * 76)]
     assert times == ["40 s", "12 min", "5 h 20 min", "3 days 4 h"]
+
+
+@pytest.mark.slow
+def test_a_sample_that_was_killed_passes_for_a_whole_one(capsys, tmp_path):
+    assert killed_at(8, tmp_path, ["sample", tmp_path / "corpus"])
+    assert not (tmp_path / "corpus" / "data-jsonl").exists()
+    assert command(capsys, "sample", tmp_path / "corpus").code == 0
+    assert len(list((tmp_path / "corpus").rglob("*.zstd"))) == 10
+    assert [path.name for path in (tmp_path / "corpus").iterdir()] == ["data-jsonl"]

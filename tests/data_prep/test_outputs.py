@@ -57,6 +57,18 @@ def test_a_whole_output_verifies_against_its_source(capsys, out):
     assert found["documents"] == 240 and found["compared_with_source"] >= 10
 
 
+@pytest.mark.parametrize("name", ["verify", "inspect", "merge", "tokenize"])
+def test_another_tools_manifest_ends_in_one_line(capsys, tmp_path, source, name):
+    for content in ('{"files": []}', "[1]"):
+        write(tmp_path / "other" / "manifest.json", content.encode())
+        if name == "tokenize":
+            ended = tokenize(capsys, source, tmp_path / "other")
+        else:
+            options = ("--output", tmp_path / "out") if name == "merge" else ()
+            ended = command(capsys, name, tmp_path / "other", *options)
+        assert (ended.code, "is no manifest of data_prep's format 1" in ended.err) == (3, True)
+
+
 def test_a_moved_source_is_no_damage_and_can_be_named(capsys, out, source, tmp_path):
     source.rename(tmp_path / "moved")
     ended = command(capsys, "verify", out)

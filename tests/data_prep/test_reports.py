@@ -6,6 +6,8 @@ in test_streams, test_tokenizers, test_restart and test_outputs under their symp
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,8 +17,16 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from data_prep.indexed import IndexedFile
 from data_prep.outputs import read_manifest
-from tests.data_prep.helpers import SENTENCEPIECE, command, documents, json_lines, tree, write
-from tests.data_prep.tiny_models import model_without_bos
+from tests.data_prep.helpers import (
+    REPOSITORY,
+    SENTENCEPIECE,
+    command,
+    documents,
+    json_lines,
+    tree,
+    write,
+)
+from tests.data_prep.tiny_models import lossy_model, model_without_bos
 
 MODEL = SentencePieceProcessor(model_file=str(SENTENCEPIECE))
 
@@ -228,3 +238,54 @@ def test_a_trailing_newline_becomes_a_document(capsys, tmp_path):
         assert tokenize(capsys, path, tmp_path / name).code == 0
         assert documents(tmp_path / name) == ids_of(["x"])
         assert read_manifest(tmp_path / name)["inputs"][0]["records"] == 1
+
+
+def test_a_newline_at_the_end_of_a_text_becomes_an_unknown_piece(capsys, tmp_path):
+    texts = ["a line\n", "two\r\n", "\n"]
+    path = write(tmp_path / "a.jsonl", json_lines(texts))
+    assert tokenize(capsys, path, tmp_path / "out").code == 0
+    found = documents(tmp_path / "out")
+    assert all(MODEL.unk_id() not in ids for ids in found)
+    assert [MODEL.decode(ids[:-1]) for ids in found] == texts
+    lossy = lossy_model(tmp_path / "lossy.model")
+    ended = tokenize(capsys, path, tmp_path / "lost", tokenizer=lossy)
+    assert "newline LOST" in ended.out
+
+
+def test_lines_that_end_as_windows_writes_them_keep_a_carriage_return(capsys, tmp_path):
+    path = write(tmp_path / "a.jsonl", json_lines(["one", "two"]).replace(b"\n", b"\r\n"))
+    assert tokenize(capsys, path, tmp_path / "out").code == 0
+    assert documents(tmp_path / "out") == ids_of(["one", "two"])
+
+
+def test_a_byte_order_mark_silently_costs_the_first_record(capsys, tmp_path):
+    path = write(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + json_lines(["one", "two"]))
+    ended = tokenize(capsys, path, tmp_path / "out")
+    assert ended.code == 3
+    assert "line 1, offset 0: invalid-json (Unexpected UTF-8 BOM" in ended.err
+
+
+@pytest.mark.parametrize("raw", [rb'"\ud83d"', b'"\xed\xa0\xbd"'])
+def test_half_a_surrogate_pair_crashes_the_tokenizer(capsys, tmp_path, raw):
+    path = write(tmp_path / "a.jsonl", json_lines(["one"]) + b'{"text": ' + raw + b"}\n")
+    ended = tokenize(capsys, path, tmp_path / "out")
+    assert ended.code == 3 and "a.jsonl: line 2, offset " in ended.err
+    pair = write(tmp_path / "b.jsonl", rb'{"text": "\ud83d\ude42"}')
+    assert tokenize(capsys, pair, tmp_path / "pair").code == 0
+    assert documents(tmp_path / "pair") == ids_of(["\U0001f642"])
+
+
+def test_11_one_long_text_takes_a_gigabyte(tmp_path):
+    """One call of SentencePiece on 20 MB takes 0.9 GB beside the text and its tokens."""
+    path = write(tmp_path / "a.jsonl", json_lines(["word and word " * 1_500_000]))
+    code = (
+        "import resource, sys; from data_prep.cli import main; code = main(sys.argv[1:]);"
+        "print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    words = ["tokenize", path, "--tokenizer", SENTENCEPIECE, "--output", tmp_path / "out"]
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words), "--workers", "1"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    code, peak_kib = map(int, ended.stdout.splitlines()[-1].split())
+    assert code == 0 and peak_kib * 1024 < 400e6

@@ -151,3 +151,14 @@ def test_names_with_spaces_and_of_any_script_are_names(nemotron):
     path.parent.mkdir()
     path.touch()
     assert "my data/日本 語.jsonl" in {source.name for source in sources.find(nemotron)}
+
+
+@pytest.mark.parametrize("value", ["high.validation", "high-00001"])
+def test_a_partition_named_as_another_ones_output_is_written_over(tmp_path, value):
+    for folder in ("quality=high", f"quality={value}", "region=us-90210"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a").touch()
+    with pytest.raises(DataError, match="may be; rename it"):
+        sources.find(tmp_path)
+    (tmp_path / f"quality={value}" / "a").unlink()
+    assert len(sources.find(tmp_path)) == 2
