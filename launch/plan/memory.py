@@ -3,6 +3,11 @@
 Weights, gradients, masters and the states of both optimizers are exact: they come from the same
 `StagePlan` that lays the buffers out. Activations are counted from what the layers keep for the
 backward pass; on a GPU kernels are fused and keep less than on a processor.
+
+Transformer Engine in FP8 is taken to keep the input of a layer's matrix in FP8, once, in the form
+that the weight's gradient needs; and of each such weight two copies in FP8, as it is and
+transposed, made for the first micro-batch of a step. What is no matrix's input it keeps in BF16.
+That is read from its source and was not held against a GPU.
 """
 
 from collections.abc import Sequence
@@ -11,12 +16,16 @@ from dataclasses import dataclass, fields, replace
 from launch.plan.stages import Rank, Seat, stage_ranks
 from megatron_ext.diloco import outer
 from megatron_ext.diloco.plan import BUCKET_NUMEL
+from megatron_ext.model.logical import kind_of, logical_shapes
 from megatron_ext.muon.optimizer import BATCHES
+from megatron_ext.muon.views import total_numel
 from pretrain.settings import RunConfig
 
 _FP32 = 4
 # A CUDA context, NCCL's buffers and cuBLAS workspaces, as seen on H100s; none on a processor.
 _GPU_RUNTIME_BYTES = 2 * 2**30
+# An element and its share of the scales: none, or an FP32 for 128 elements, or a byte for 32.
+_FP8_INPUT_BYTES = {"tensorwise": 1, "delayed": 1, "blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32}
 # What the collective between replicas sends and receives of the three buckets under way.
 _OUTER_BUCKETS_BYTES = 6 * _FP32 * BUCKET_NUMEL
 
@@ -25,7 +34,7 @@ _OUTER_BUCKETS_BYTES = 6 * _FP32 * BUCKET_NUMEL
 class RankMemory:
     """Bytes of one rank. All but the last three live as long as the run."""
 
-    weights: int
+    weights: int  # with their copies in FP8
     gradients: int
     masters: int
     optimizer: int  # momentum and moments
@@ -104,7 +113,7 @@ def _rank_memory(config: RunConfig, seats: Sequence[Seat], stage: int, on_gpu: b
     matrices, rest = map(sum, zip(*(seat.owned() for seat in seats), strict=True))
     owned = matrices + rest
     return RankMemory(
-        weights=_weight_bytes(config) * held,
+        weights=_weight_bytes(config) * held + (_fp8_copies_bytes(config, stage) if on_gpu else 0),
         gradients=_FP32 * held,
         masters=_FP32 * owned,
         optimizer=_FP32 * (matrices + 2 * rest + owned * bool(config.optimizer.averaging.decay)),
@@ -117,6 +126,23 @@ def _rank_memory(config: RunConfig, seats: Sequence[Seat], stage: int, on_gpu: b
 
 def _weight_bytes(config: RunConfig) -> int:
     return 2 if config.train.precision == "bf16" else 4
+
+
+def _fp8_copies_bytes(config: RunConfig, stage: int) -> int:
+    model = config.model
+    matrices = [s for name, s in logical_shapes(model).items() if kind_of(name) == "matrix"]
+    of_layer = total_numel(matrices) // model.layers
+    return 2 * of_layer * _layers_in_fp8(config, stage) // config.parallel.tp
+
+
+def _layers_in_fp8(config: RunConfig, stage: int) -> int:
+    """Those of a pipeline stage that Transformer Engine computes in FP8."""
+    fp8, layers, parallel = config.fp8, config.model.layers, config.parallel
+    if not fp8.enabled or fp8.emulated:
+        return 0
+    of_chunk = layers // (parallel.pp * parallel.interleave)
+    inner = range(fp8.first_last_layers_bf16, layers - fp8.first_last_layers_bf16)
+    return sum(layer // of_chunk % parallel.pp == stage for layer in inner)
 
 
 def _outer_bytes(config: RunConfig, owned: int, on_gpu: bool) -> dict[str, int]:
@@ -160,8 +186,8 @@ def activation_bytes(config: RunConfig, stage: int, on_gpu: bool) -> int:
     model, parallel, train = config.model, config.parallel, config.train
     tokens = train.micro_batch * model.sequence_length // parallel.cp
     layers = model.layers // (parallel.pp * parallel.interleave)
-    whole = _layer_bytes_per_token(config, "none", on_gpu)
-    kept = _layer_bytes_per_token(config, train.recompute, on_gpu) * layers
+    whole = _layer_bytes_per_token(config, "none", stage, on_gpu)
+    kept = _layer_bytes_per_token(config, train.recompute, stage, on_gpu) * layers
     total = tokens * kept * _chunks_in_flight(config, stage)
     if train.recompute != "none":
         total += tokens * whole  # of the layer that is computed again
@@ -180,8 +206,16 @@ def _chunks_in_flight(config: RunConfig, stage: int) -> int:
     return min(warm_up + 1, config.micro_batches * interleave)
 
 
-def _layer_bytes_per_token(config: RunConfig, recompute: str, on_gpu: bool) -> float:
-    """What one layer keeps of one token on one tensor-parallel rank."""
+def _layer_bytes_per_token(config: RunConfig, recompute: str, stage: int, on_gpu: bool) -> float:
+    """What a layer keeps of one token on one tensor-parallel rank, by the mean of the stage's."""
+    of_stage = config.model.layers // config.parallel.pp
+    share = on_gpu and _layers_in_fp8(config, stage) / of_stage
+    bf16, fp8 = (_kept_bytes(config, recompute, on_gpu, in_fp8) for in_fp8 in (False, True))
+    return (1 - share) * bf16 + share * fp8
+
+
+def _kept_bytes(config: RunConfig, recompute: str, on_gpu: bool, in_fp8: bool) -> float:
+    """What one layer, in FP8 or not, keeps of one token on one tensor-parallel rank."""
     model, parallel = config.model, config.parallel
     element = 2 if config.train.precision == "bf16" else 4
     hidden, ffn, kv = model.hidden, model.ffn, model.kv_heads * model.head_dim
@@ -190,15 +224,18 @@ def _layer_bytes_per_token(config: RunConfig, recompute: str, on_gpu: bool) -> f
     norms = 4 if model.sandwich_norm else 2
     # A composed norm keeps its input and its result in FP32; a fused one its input alone.
     norm_bytes = element if on_gpu else 8
-    whole = hidden * (norms * norm_bytes + 2 * element)  # and the inputs of QKV and FC1
+    input_bytes = _FP8_INPUT_BYTES[config.fp8.recipe] if in_fp8 else element
+    whole = hidden * (norms * norm_bytes + 2 * input_bytes)  # and the inputs of QKV and FC1
     attention = element * (hidden + 2 * kv) + element * (hidden + kv) + element * hidden
     if not on_gpu:
         attention += (8 if element == 2 else 4) * (hidden + kv)  # norms of Q and K
     if model.attention_gate:
         # The gate beside Q, K and V, its sigmoid in FP32, and the gated context.
-        attention += hidden * (2 * element + _FP32)
-    # FC1's result; and SiLU's result, the contiguous up, and the product, unless one kernel.
-    feed_forward = ffn * element * (3 if on_gpu else 5)
+        attention += hidden * (element + _FP32 + input_bytes)
+    elif in_fp8:
+        attention += hidden * input_bytes  # the context once more, for the projection
+    # FC1's result and FC2's input; and SiLU's result and the contiguous up, unless one kernel.
+    feed_forward = ffn * (2 * element + input_bytes + (0 if on_gpu else 2 * element))
     routed = 0
     if model.experts:
         # Each chosen expert's, with the product by its probability, unless that is in the kernel.

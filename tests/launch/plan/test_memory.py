@@ -10,10 +10,12 @@ from launch.plan.memory import activation_bytes, plan_memory
 from launch.plan.stages import stage_ranks
 from megatron_ext import host
 from megatron_ext.model.gpt import build
+from megatron_ext.model.logical import logical_shapes
 from megatron_ext.replicas import initialize_megatron, join
 from pretrain import exit
 from pretrain.config import load
 from pretrain.session import open_session
+from pretrain.settings import RunConfig
 from tests.pretrain.corpus import VOCABULARY, write_corpus
 from tests.ranks import run
 
@@ -195,6 +197,49 @@ def test_15b_on_its_recipe_needs_what_arithmetic_says():
     whole = sum(4 * stage.memory.state for stage in stages)  # tensor ranks are nearly alike
     assert whole == pytest.approx(parameters * (2 + 4 + 4 + 4 + 4 + 4), rel=0.1)
     assert all(stage.memory.peak > stage.memory.state for stage in stages)
+
+
+def fp8_config(**options: object) -> RunConfig:
+    """The 15B recipe in FP8 on one stage, whose layers the numbers below are about."""
+    values = {"parallel.tp": 1, "parallel.pp": 1, "parallel.sequence_parallel": "false"}
+    values |= {"train.recompute": "none", "fp8.first_last_layers_bf16": 0}
+    values |= {key.replace("__", "."): value for key, value in options.items()}
+    return load("15b+fp8", [f"{key}={value}" for key, value in values.items()]).config
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_fp8_keeps_the_inputs_of_matrices_in_one_byte_and_the_context_twice(recompute):
+    plain, fp8 = (
+        fp8_config(fp8__format=name, train__recompute=recompute) for name in ("none", "hybrid")
+    )
+    model = plain.model
+    # Of QKV's, FC1's and FC2's inputs a byte less; of the projection's, which BF16 shares with
+    # attention, a byte more.
+    layer = 2 * model.hidden + model.ffn - model.hidden
+    less = model.layers * layer
+    if recompute == "selective":  # and the whole of the one that is computed again
+        less = model.layers * model.hidden + layer
+    one, other = (activation_bytes(config, stage=0, on_gpu=True) for config in (plain, fp8))
+    assert one - other == plain.train.micro_batch * model.sequence_length * less
+
+
+def test_fp8_keeps_two_copies_of_the_matrices_that_it_computes():
+    matrices = 2 * (fp8_config().model.layers - 2) / fp8_config().model.layers
+    (plain,) = plan_memory(fp8_config(fp8__format="none"), on_gpu=True)
+    (fp8,) = plan_memory(fp8_config(fp8__first_last_layers_bf16=1), on_gpu=True)
+    shapes = logical_shapes(fp8_config().model)
+    numel = sum(
+        rows * rest[0] for name, (rows, *rest) in shapes.items() if "layers." in name and rest
+    )
+    assert fp8.memory.weights - plain.memory.weights == numel * matrices
+    assert fp8.memory.masters == plain.memory.masters
+
+
+def test_emulated_fp8_keeps_what_bf16_does():
+    emulated = fp8_config(fp8__backend="emulate", model__implementation="plain")
+    plain = fp8_config(fp8__format="none", model__implementation="plain")
+    (one,), (other,) = (plan_memory(config, on_gpu=True) for config in (emulated, plain))
+    assert one.memory == other.memory
 
 
 def test_no_outer_loop_has_no_outer_state():
