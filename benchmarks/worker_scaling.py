@@ -252,7 +252,7 @@ def main() -> None:
         "# Held-out loss against the number of replicas",
         "",
         f"`python -m benchmarks.worker_scaling --tokens {options.tokens} --seeds {options.seeds}`, "
-        f"{date.today()}, commit {_commit()}, {_machine()}.",
+        f"{date.today()}, {_machine()}.",
         "",
         *as_table(losses, rates),
         "",
@@ -268,11 +268,6 @@ def main() -> None:
 
 def _yes(is_so: bool) -> str:
     return "yes" if is_so else "no"
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _machine() -> str:

@@ -19,6 +19,8 @@ from pretrain.flops import device_of
 ROOT = Path(__file__).parents[2]
 _WRITE_BYTES = 128 * 2**20
 _SELFTEST_SECONDS = 120
+# Libraries on a file system that many nodes read at once take minutes.
+_IMPORT_SECONDS = 600
 _NEEDED = ("torch", "megatron-core", "emerging-optimizers", "pydantic", "pyyaml", "numpy")
 _GIB = 2**30
 
@@ -169,7 +171,12 @@ def _write_seconds(path: Path) -> float:
 def python_says(code: str) -> str:
     """The last line of the error that a fresh interpreter ends with; "" if it ends well."""
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=_IMPORT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"has not ended within {_IMPORT_SECONDS} s"
     if not result.returncode:
         return ""
     lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]

@@ -24,7 +24,7 @@ def show(predictions: list[dict[str, Any]], options: argparse.Namespace) -> None
     best = predictions[0]
     device = best["gpu"]
     console.print(
-        f"[bold]{options.recipe}[/] ({best['parameters'] / 1e9:.2f}B parameters) on "
+        f"[bold]{options.recipe}[/] ({_count(best['parameters'])} parameters) on "
         f"{best['gpus']} × {options.gpu}: {device['bf16_flops'] / 1e12:.0f} TFLOP/s dense BF16, "
         f"{device['memory_bytes'] / 1e9:.0f} GB ({device['source']})"
     )
@@ -111,7 +111,7 @@ def _show_link(console: Console, prediction: dict[str, Any]) -> None:
         f"\n[bold]link[/]        {link['gbit']:g} Gbit/s, {link['latency_seconds'] * 1e3:g} ms; "
         f"assuming: {link['assume']}\n"
         f"            {_synchronisation(exchange)}: a replica sends "
-        f"{link['bytes_per_round'] / 1e9:.3g} GB a round of {link['round_seconds']:.3g} s\n"
+        f"{link['bytes_per_round'] / 1e9:.3g} GB a round of {_digits(link['round_seconds'])} s\n"
         f"            compute utilisation {link['utilisation']:.1%}; gradients of every step over "
         f"this link would leave {link['utilisation_of_data_parallelism']:.1%}"
     )
@@ -132,6 +132,17 @@ def _show_link(console: Console, prediction: dict[str, Any]) -> None:
         console.print(f"            {_OTHER_REPLICAS}")
 
 
+def _count(number: float) -> str:
+    """Like 15.23B or 1.07M."""
+    size, unit = (1e9, "B") if number >= 1e9 else (1e6, "M")
+    return f"{number / size:,.2f}{unit}"
+
+
+def _digits(number: float) -> str:
+    """Three of them, and all before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def _synchronisation(exchange: dict[str, Any]) -> str:
     return (
         f"K={exchange['replicas']}, H={exchange['interval']}, P={exchange['fragments']}, "
@@ -142,7 +153,7 @@ def _synchronisation(exchange: dict[str, Any]) -> str:
 def _show_budget(console: Console, prediction: dict[str, Any]) -> None:
     budget = prediction["budget"]
     console.print(
-        f"\n[bold]to the end[/]  {budget['tokens'] / 1e9:,.1f}B tokens in "
+        f"\n[bold]to the end[/]  {_count(budget['tokens'])} tokens in "
         f"{budget['hours_expected']:,.1f} h, from {budget['hours_low']:,.1f} to "
         f"{budget['hours_high']:,.1f}; {budget['gpu_hours']:,.0f} GPU-hours\n"
         "[dim]Memory of state is exact, activations and times are estimates; validation and "

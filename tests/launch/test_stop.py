@@ -1,13 +1,14 @@
 """`python -m launch stop` on real runs that are in progress, and where none is."""
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,6 @@ from pretrain import running
 from tests.pretrain.corpus import write_corpus
 from tests.pretrain.runs import SMALL, lines
 
-ROOT = Path(__file__).parents[2]
 STEPS = 100_000
 
 
@@ -29,18 +29,31 @@ def run_in_progress(folder: Path, **layout):
     values = SMALL | {"data.blend": write_corpus(folder), "run.dir": folder / "run"}
     values |= {"train.steps": STEPS} | {k.replace("__", "."): v for k, v in layout.items()}
     options = [f"{key}={value}" for key, value in values.items()]
-    command = [sys.executable, "-m", "launch", "local", "demo", *options]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    log = folder / "log.txt"
+    # Forked, and so spared the imports.
+    process = multiprocessing.get_context("fork").Process(target=_launch, args=(options, log))
+    process.start()
     metrics = folder / "run/metrics.jsonl"
     try:
         deadline = time.monotonic() + 90
         while not metrics.exists() or metrics.read_text().count("\n") < 3:
-            assert time.monotonic() < deadline and process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline and process.is_alive(), log.read_text()
             time.sleep(0.05)
         yield folder / "run", process
     finally:
         process.kill()
-        process.communicate()
+        process.join()
+
+
+def _launch(options: list[str], log: Path) -> None:
+    with log.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        sys.exit(launch.main(["local", "demo", *options]))
+
+
+def exit_code(process: multiprocessing.Process) -> int | None:
+    """Of a launcher that is about to end."""
+    process.join(60)
+    return process.exitcode
 
 
 def stop(folder: Path, *options: str) -> int:
@@ -50,7 +63,7 @@ def stop(folder: Path, *options: str) -> int:
 def test_a_run_that_is_asked_saves_at_one_step_of_all_and_ends(tmp_path, capfd):
     with run_in_progress(tmp_path, parallel__replicas=2, outer__interval=4) as (run, process):
         assert stop(run) == 0
-        assert process.wait(60) == 0
+        assert exit_code(process) == 0
     output = capfd.readouterr().out
     end = lines(run, "events")[-1]
     name = f"step-{end['step']:08}"
@@ -68,17 +81,17 @@ def test_a_stopped_run_goes_on_when_started_again_and_now_ends_it_without_a_save
     layout = {"parallel__replicas": 2, "outer__interval": 4}
     with run_in_progress(tmp_path, **layout) as (run, process):
         assert stop(run) == 0
-        process.wait(60)
+        assert exit_code(process) == 0
     stopped = lines(run, "events")[-1]["step"]
     # The request of before must not end the run anew.
     with run_in_progress(tmp_path, **layout) as (run, process):
         while lines(run, "metrics")[-1]["step"] < stopped + 10:
-            assert process.poll() is None
+            assert process.is_alive()
             time.sleep(0.05)
         ranks = psutil.Process(process.pid).children(recursive=True)
         assert len(ranks) >= 2
         assert stop(run, "--now") == 0
-        assert process.wait(60) != 0
+        assert exit_code(process) != 0
         assert not any(rank.is_running() for rank in ranks)
     name = f"step-{stopped:08}"
     assert (run / "checkpoints/latest").read_text() == f"{name}\n"
@@ -95,7 +108,7 @@ def test_a_run_that_hangs_is_not_waited_for_without_end(tmp_path, capfd, monkeyp
         assert len(error.splitlines()) == 1
         assert not (run / "stop").exists()
         assert stop(run, "--now") == 0
-        assert process.wait(60) == 1
+        assert exit_code(process) == 1
 
 
 def test_a_run_that_fails_while_asked_is_told_with_its_reason(tmp_path, capfd):

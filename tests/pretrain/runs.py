@@ -21,7 +21,7 @@ SMALL = {
     "model.sequence_length": 32,
     "train.steps": 10,
     "train.global_batch": 16,
-    "train.micro_batch": 2,
+    "train.micro_batch": 4,
     "validation.every": 0,
     "validation.batches": 1,
     "outer.interval": 0,

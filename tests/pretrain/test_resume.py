@@ -115,11 +115,11 @@ def test_a_run_that_lost_steps_after_its_checkpoint_records_each_step_once(blend
 
 def test_options_that_changed_are_told_and_recorded(blend, tmp_path, capfd):
     train(blend, tmp_path, train__stop_at=4)
-    train(blend, tmp_path, optimizer__lr=0.01, train__micro_batch=4)
+    train(blend, tmp_path, optimizer__lr=0.01, train__micro_batch=2)
     (resume,) = [line for line in lines(tmp_path, "events") if line["event"] == "resume"]
     rates = {line["step"]: line["lr"] for line in lines(tmp_path, "metrics")}
     assert resume["changed"] == {
-        "train.micro_batch": [2, 4],
+        "train.micro_batch": [4, 2],
         "optimizer.lr": [0.02, 0.01],
         "learning rate of step 5": [2 * rates[5], rates[5]],
     }

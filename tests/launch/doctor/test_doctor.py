@@ -56,6 +56,11 @@ def test_ranks_that_fail_or_hang_are_told(tmp_path, monkeypatch):
     assert "no result within 0.5 s" in checks.ranks().detail
 
 
+def test_an_import_that_hangs_is_told(monkeypatch):
+    monkeypatch.setattr(checks, "_IMPORT_SECONDS", 0.5)
+    assert checks.python_says("import time; time.sleep(60)") == "has not ended within 0.5 s"
+
+
 @pytest.mark.parametrize(("minor", "state"), [(11, "bad"), (12, "ok"), (13, "ok"), (14, "bad")])
 def test_pythons_without_wheels_are_refused(minor, state, monkeypatch):
     fake = SimpleNamespace(version=f"3.{minor}.0 (main)", version_info=(3, minor, 0))

@@ -28,6 +28,15 @@ def refusal(capfd, *arguments: str) -> str:
     return errors
 
 
+def test_a_small_model_and_a_long_round_are_told_in_numbers_that_can_be_read(capfd):
+    assert launch.main(["plan", "demo"]) == 0
+    output = capfd.readouterr().out
+    assert "demo (1.07M parameters)" in output
+    assert "0.66M tokens" in output
+    assert launch.main(["plan", "15b", "--link", "1gbit"]) == 0
+    assert "a round of 1,4" in capfd.readouterr().out
+
+
 def test_figures_of_15b_on_its_own_gpus(capfd):
     (found,) = plan(capfd, "15b", "--link", "10gbit")
     assert found["gpus"] == 128
