@@ -238,7 +238,7 @@ def test_rank_killed_in_mid_training_ends_the_run_with_its_name(tmp_path, capfd)
     values = SMALL | {
         "data.blend": blend,
         "run.dir": tmp_path / "run",
-        "train.steps": 10_000,
+        "train.steps": 3000,
         "outer.interval": 3,
         "parallel.replicas": 2,
         "parallel.tp": 2,
@@ -259,7 +259,7 @@ def test_rank_killed_in_mid_training_ends_the_run_with_its_name(tmp_path, capfd)
 
 def test_interrupt_says_where_the_same_command_goes_on(tmp_path, capfd):
     run = tmp_path / "run"
-    values = SMALL | {"data.blend": write_corpus(tmp_path), "run.dir": run, "train.steps": 10_000}
+    values = SMALL | {"data.blend": write_corpus(tmp_path), "run.dir": run, "train.steps": 3000}
     arguments = [f"{key}={value}" for key, value in (values | {"checkpoint.every": 3}).items()]
 
     def interrupt() -> None:

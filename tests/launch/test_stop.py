@@ -20,7 +20,8 @@ from pretrain import running
 from tests.pretrain.corpus import write_corpus
 from tests.pretrain.runs import SMALL, lines
 
-STEPS = 100_000
+# More than a test waits for, and not so many that indexing their samples takes long.
+STEPS = 3000
 
 
 @contextmanager

@@ -27,6 +27,7 @@ OPTIONS = {
     "outer.interval": INTERVAL,
     "train.steps": 12,
     "train.global_batch": 12,
+    "train.micro_batch": 2,
     "run.timeout_seconds": 15,
 }
 STEP_TOKENS = 12 * SMALL["model.sequence_length"]

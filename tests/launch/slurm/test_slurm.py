@@ -180,7 +180,7 @@ def test_scripts_are_clean_shell(scripts):
 @pytest.mark.slow
 def test_real_training_under_the_script_stops_at_the_signal_and_is_queued(tmp_path, scheduler):
     blend = write_corpus(tmp_path)
-    values = SMALL | {"data.blend": blend, "run.dir": tmp_path / "run", "train.steps": 100_000}
+    values = SMALL | {"data.blend": blend, "run.dir": tmp_path / "run", "train.steps": 3000}
     overrides = [f"{key}={value}" for key, value in (values | {"parallel.dp": 2}).items()]
     # The health check is tested elsewhere; localhost resolves everywhere.
     python = scheduler.program(
