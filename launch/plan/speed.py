@@ -70,9 +70,12 @@ def _parts(
         * (parallel.tp - 1)
         / parallel.tp
     )
-    tensor = tensor_bytes / _bytes_per_second(parallel.tp)
-    dispatched_bytes = _dispatched(config, local_tokens / parallel.tp) * element_bytes
-    experts = dispatched_bytes / _bytes_per_second(parallel.tp * parallel.ep)
+    tensor = tensor_bytes / (
+        _INSIDE_BOX_BYTES_PER_SECOND
+        if parallel.tp <= GPUS_PER_BOX
+        else _BETWEEN_BOXES_BYTES_PER_SECOND
+    )
+    experts = _dispatch_seconds(config, local_tokens / parallel.tp * model.hidden * element_bytes)
     forward_and_backward = compute + tensor + experts
     chunks = config.micro_batches * parallel.interleave
     bubble = forward_and_backward * (parallel.pp - 1) / chunks
@@ -86,26 +89,23 @@ def _parts(
     return compute, tensor, experts, bubble, exposed, optimizer
 
 
-def _dispatched(config: RunConfig, tokens: float) -> float:
-    """Values that a rank receives for its experts in a step, beyond what it would at ep = 1.
+def _dispatch_seconds(config: RunConfig, token_bytes: float) -> float:
+    """How long tokens travel to shared-out experts and back, beyond what tensor parallelism takes.
 
-    `tokens`: those of the step that lie on one rank outside of attention and experts.
+    `token_bytes`: of the step's tokens that lie on one rank outside of attention and experts.
     """
     model, parallel = config.model, config.parallel
     if parallel.ep == 1:
         return 0.0
+    ranks = parallel.tp * parallel.ep
     # Gathered by all ranks, or sent to those of the chosen experts, where these are fewer.
-    share = min(1.0, model.experts_per_token / parallel.ep)
-    copies = share * (parallel.tp * parallel.ep - 1) - (parallel.tp - 1)
-    return (
-        _EXPERT_COLLECTIVES_A_LAYER * (model.layers / parallel.pp) * tokens * copies * model.hidden
+    copies = min(1.0, model.experts_per_token / parallel.ep) * (ranks - 1) - (parallel.tp - 1)
+    moved = _EXPERT_COLLECTIVES_A_LAYER * (model.layers / parallel.pp) * copies * token_bytes
+    # Any of the other ranks is as likely.
+    outside = max(0, ranks - GPUS_PER_BOX) / (ranks - 1)
+    return moved * (
+        outside / _BETWEEN_BOXES_BYTES_PER_SECOND + (1 - outside) / _INSIDE_BOX_BYTES_PER_SECOND
     )
-
-
-def _bytes_per_second(ranks: int) -> float:
-    """How fast one of so many neighbours sends to the others."""
-    inside = ranks <= GPUS_PER_BOX
-    return _INSIDE_BOX_BYTES_PER_SECOND if inside else _BETWEEN_BOXES_BYTES_PER_SECOND
 
 
 def _seconds_per_token(config: RunConfig, device: Device, efficiency: float) -> float:

@@ -290,6 +290,7 @@ def _kill_when_training(folder: Path) -> None:
         (launch, ["local", "demo", "train.stepz=3"], "did you mean train.steps?"),
         (launch, ["local", "demo", "--tp", "3"], "must be a multiple of parallel.tp=3"),
         (launch, ["local", "demo", "--tp", "2", "parallel.tp=2"], "are the same option"),
+        (launch, ["local", "demo", "--dp", "2", "--ep", "2"], "use parallel.ep=1"),
         (launch, ["local", "demo", "--tpp", "2"], "unrecognized arguments: --tpp 2"),
         (launch, ["local"], "RECIPE is missing"),
         (launch, [], "COMMAND is missing"),

@@ -73,6 +73,29 @@ def test_time_is_made_of_its_parts():
     assert times.expected == pytest.approx(parts + times.optimizer)
     assert times.low < times.expected < times.high
     assert times.data_parallel == 0  # the recipe has one data-parallel rank a replica
+    assert times.expert_parallel == 0
+
+
+def test_tokens_travel_to_shared_out_experts_while_fewer_gradients_travel():
+    layout = {"model.experts": 64, "parallel.replicas": 1, "parallel.dp": 64, "train.steps": 10}
+    layout |= {"train.global_batch": 1024}
+    whole, eight, sixteen = (
+        candidate("416m", **layout, **{"parallel.ep": ep}) for ep in (1, 8, 16)
+    )
+    assert whole.step.expert_parallel == 0
+    model, tokens = eight.config.model, eight.config.tokens_per_step / 64
+    # Two copies of each token; seven eighths of them leave the rank, on NVLink.
+    moved = 4 * model.layers * tokens * 2 * 7 / 8 * model.hidden * 2
+    assert eight.step.expert_parallel == pytest.approx(moved / 370e9)
+    # Eight of the fifteen others are in another box.
+    moved = 4 * model.layers * tokens * 2 * 15 / 16 * model.hidden * 2
+    seconds = moved * (8 / 15 / 40e9 + 7 / 15 / 370e9)
+    assert sixteen.step.expert_parallel == pytest.approx(seconds)
+    times = [found.step.data_parallel for found in (whole, eight, sixteen)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 3 * times[1]
+    memory = [found.fullest.memory.gradients for found in (whole, eight, sixteen)]
+    assert memory[0] > 3 * memory[1] > 3 * memory[2]
 
 
 def test_bubble_shrinks_with_micro_batches_and_with_interleaving():
