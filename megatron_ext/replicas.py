@@ -239,10 +239,11 @@ def join(
     return replicas
 
 
-def initialize_megatron(parallel: ParallelConfig, seed: int) -> None:
+def initialize_megatron(parallel: ParallelConfig, seed: int, timeout_seconds: float = 600) -> None:
     """Build megatron-core's groups inside this replica and seed its random states.
 
-    Call after `join`, and without a GPU after `megatron_ext.host.prepare`.
+    Call after `join`, and without a GPU after `megatron_ext.host.prepare`. Collectives of these
+    groups give up after `timeout_seconds`; core's own default is half an hour.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -255,6 +256,7 @@ def initialize_megatron(parallel: ParallelConfig, seed: int) -> None:
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_seconds / 60,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 

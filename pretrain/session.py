@@ -48,7 +48,7 @@ class Session:
     def __init__(self, resolved: Resolved, replicas: Replicas):
         self.config = config = resolved.config
         self.replicas = replicas
-        initialize_megatron(config.parallel, config.train.seed)
+        initialize_megatron(config.parallel, config.train.seed, config.run.timeout_seconds)
         self.samples = Samples(config, replicas)
         routes = route_all(config.model, config.optimizer)
         self.inner = build_inner(config, routes)

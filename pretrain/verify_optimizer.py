@@ -17,7 +17,7 @@ def verify_optimizer(resolved: Resolved) -> None:
     host.prepare()
     with join(config.parallel, config.run.timeout_seconds) as replicas:
         with replicas.guard("verification of the optimizer"):
-            initialize_megatron(config.parallel, config.train.seed)
+            initialize_megatron(config.parallel, config.train.seed, config.run.timeout_seconds)
             inner = build_inner(config, route_all(config.model, config.optimizer))
             checks = verify(inner)
         if replicas.launcher_rank == 0:

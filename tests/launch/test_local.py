@@ -247,14 +247,33 @@ def test_rank_killed_in_mid_training_ends_the_run_with_its_name(tmp_path, capfd)
 
     def killer() -> None:
         if os.environ["LOCAL_RANK"] == "3":
-            signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
-            signal.signal(signal.SIGALRM, lambda *_: _kill_when_training(tmp_path / "run"))
+            _when_training(tmp_path / "run", signal.SIGKILL)
         loop.train(resolved)
 
     with pytest.raises(RankFailure, match="replica 1 rank 1 was killed by SIGKILL"):
         supervise(killer, resolved.config.parallel)
     assert "Traceback" not in capfd.readouterr().err
     assert children_left() == []
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"parallel.pp": 2}, {"parallel.dp": 2, "parallel.ep": 2, "model.experts": 4}],
+    ids=["pipeline", "experts"],
+)
+def test_rank_stopped_in_mid_training_is_named_after_the_time_out(tmp_path, layout):
+    """Also where megatron-core waits for it, in a group that it has built."""
+    values = SMALL | {"data.blend": write_corpus(tmp_path), "run.dir": tmp_path / "run"} | layout
+    values |= {"train.steps": 10_000, "run.timeout_seconds": 3}
+    resolved = load("demo", [f"{key}={value}" for key, value in values.items()])
+
+    def stopper() -> None:
+        if os.environ["LOCAL_RANK"] == "1":
+            _when_training(tmp_path / "run", signal.SIGSTOP)
+        loop.train(resolved)
+
+    with pytest.raises(RankFailure, match="no sign of life from replica 0 rank 1"):
+        supervise(stopper, resolved.config.parallel)
 
 
 def test_interrupt_says_where_the_same_command_goes_on(tmp_path, capfd):
@@ -278,10 +297,16 @@ def test_interrupt_says_where_the_same_command_goes_on(tmp_path, capfd):
     assert children_left() == []
 
 
-def _kill_when_training(folder: Path) -> None:
+def _when_training(folder: Path, number: signal.Signals) -> None:
+    """Send this process a signal as soon as the run has taken a few steps."""
     metrics = folder / "metrics.jsonl"
-    if metrics.exists() and metrics.read_text().count("\n") > 4:
-        os.kill(os.getpid(), signal.SIGKILL)
+
+    def look(*_) -> None:
+        if metrics.exists() and metrics.read_text().count("\n") > 4:
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
 
 
 @pytest.mark.parametrize(
