@@ -129,8 +129,7 @@ class _Run:
         self.encoder = encoder
         self.reporter = reporter
         self.run = run
-        self.bad = 0
-        self.bad_allowed = 0
+        self.bad = self.bad_allowed = 0
 
     def execute(self) -> dict:
         self.scan()
@@ -139,7 +138,8 @@ class _Run:
         estimate.check_space(self.work, self.plan, self.scans, units, self.encoder)
         self.choose_sampling(units)
         self.tokenize(units)
-        below = self.final_sampling(units)
+        while (below := self.final_sampling(units)) is None:
+            self.tokenize(units)
         done = [
             (unit, sampling.trimmed(self.work, unit, self.work.receipt(unit), below))
             for unit in units
@@ -186,19 +186,30 @@ class _Run:
         if max_tokens := self.plan.options.max_tokens:
             whole = estimate.from_sample(self.plan, self.scans, units, self.encoder)
             below = sampling.first_bound(max_tokens, whole.tokens)
-        self.work.set_sampling(below)
+        # An earlier, interrupted run may have found that it must take more.
+        self.work.set_sampling(max(below, self.work.sampling()))
 
-    def final_sampling(self, units: list[Unit]) -> int:
-        if not self.plan.options.max_tokens:
-            return sampling.ALL
-        exact = sampling.exact_bound(self.work, units, self.plan.options.max_tokens)
-        return min(exact, self.work.sampling())
+    def final_sampling(self, units: list[Unit]) -> int | None:
+        """The bound of what is taken; None where the units are to be done again with a higher one,
+        because they hold less than the sample promised."""
+        limit, below = self.plan.options.max_tokens, self.work.sampling()
+        if not limit:
+            return below
+        exact = sampling.exact_bound(self.work, units, limit)
+        if exact < sampling.ALL or below == sampling.ALL:
+            return min(exact, below)
+        receipts = (self.work.receipt(unit) for unit in units)
+        tokens = sum(part["tokens"] for receipt in receipts for part in receipt["parts"].values())
+        self.work.drop_units()
+        self.work.set_sampling(sampling.higher_bound(below, limit, tokens))
+        return None
 
     def tokenize(self, units: list[Unit]) -> None:
         receipts = {unit: self.work.receipt(unit) for unit in units}
         waiting = [unit for unit, receipt in receipts.items() if receipt is None]
         records = sum(scan.records for scan in self.scans.values())
         self.bad_allowed = int(self.plan.options.max_bad * records)
+        self.bad = 0
         self.reporter.phase("tokenize", sum(unit.end - unit.start for unit in waiting))
         self._count_bad(sum(bad_of(receipt) for receipt in receipts.values() if receipt))
         self.run([Task("tokenize", unit, self._label(unit)) for unit in waiting], self._listen)

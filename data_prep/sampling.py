@@ -1,7 +1,8 @@
 """`--max-tokens`: the documents with the lowest hashes, as many as fit; an unbiased subset.
 
 Units are tokenised with a share that is a little too large, keeping each document's hash; when all
-are done, the exact bound is known and the rest is left out while the outputs are put together.
+are done, the exact bound is known and the rest is left out while the outputs are put together. So
+what is taken depends on no estimate: one that was too high only costs another pass.
 """
 
 from collections.abc import Iterator
@@ -25,6 +26,11 @@ def first_bound(max_tokens: int, estimated_tokens: int) -> int:
     if estimated_tokens <= MARGIN * max_tokens:
         return ALL
     return int(ALL * MARGIN * max_tokens / estimated_tokens)
+
+
+def higher_bound(below: int, max_tokens: int, tokens: int) -> int:
+    """The next bound to try where hashes under `below` gave only `tokens`."""
+    return min(ALL, int(below * MARGIN * max_tokens / max(tokens, 1)))
 
 
 def exact_bound(work: WorkFolder, units: list[Unit], max_tokens: int) -> int:

@@ -27,6 +27,7 @@ from data_prep.plan import Plan, Scan, Unit, differences
 MANIFEST = "manifest.json"
 # What says, in `.work`, which command works here: tokenize and dedup, merge, download.
 PLAN, MERGE, STREAM = "plan.json", "merge.json", "stream.json"
+SAMPLING = "sampling.json"
 
 
 class WorkFolder:
@@ -80,6 +81,12 @@ class WorkFolder:
             with self._lock:
                 self.remove()
 
+    def drop_units(self) -> None:
+        """Drop what was tokenised, to do it again; in one step, lest half a unit stays."""
+        dropped = (self.path / "units").rename(self.path / "fresh" / "dropped")
+        (self.path / "units").mkdir()
+        shutil.rmtree(dropped)
+
     def forget(self) -> None:
         """Drop what is finished: the same run again could only end as this one does."""
         for name in ("scans", "units"):
@@ -108,6 +115,7 @@ class WorkFolder:
                 refuse_other(self.out, found)
             if found:
                 shutil.rmtree(self.path / "scans")
+                (self.path / SAMPLING).unlink(missing_ok=True)
         else:
             self.refuse_strays()
         shutil.rmtree(self.path / "fresh", ignore_errors=True)
@@ -150,10 +158,12 @@ class WorkFolder:
     # --- the bound below which sampling hashes are tokenised (--max-tokens)
 
     def set_sampling(self, below: int) -> None:
-        files.write_json(self.path / "sampling.json", {"below": below})
+        files.write_json(self.path / SAMPLING, {"below": below})
 
     def sampling(self) -> int:
-        return files.read_json(self.path / "sampling.json")["below"]
+        """It; 0 before it was chosen."""
+        path = self.path / SAMPLING
+        return files.read_json(path)["below"] if path.exists() else 0
 
     # --- receipts
 

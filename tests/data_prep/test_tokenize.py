@@ -2,7 +2,9 @@
 
 import hashlib
 import importlib.util
+import itertools
 import json
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,6 +12,7 @@ import pytest
 import yaml
 from sentencepiece import SentencePieceProcessor
 
+from data_prep import estimate
 from data_prep.cli import main
 from data_prep.indexed import IndexedFile
 from data_prep.outputs import read_manifest
@@ -23,6 +26,7 @@ from tests.data_prep.helpers import (
     tree,
     write,
 )
+from tests.data_prep.kills import killed_at
 
 MODEL = SentencePieceProcessor(model_file=str(SENTENCEPIECE))
 TEXTS = [f"Document {number}, with a line\nand  more." for number in range(101)]
@@ -306,6 +310,30 @@ def test_at_most_so_many_tokens_are_an_unbiased_subset(capsys, tmp_path):
     assert all(row_sums)
     assert run(capsys, tmp_path / "in", tmp_path / "two", *options, workers=2).code == 0
     assert tree(tmp_path / "some") == tree(tmp_path / "two")
+
+
+def test_an_estimate_that_promised_too_much_leaves_the_subset_short(capsys, tmp_path, monkeypatch):
+    """It is taken again, with more, and depends on no estimate: nor does it after any kill."""
+    texts = ["long " * 3000] * 2 + [f"short {number}" for number in range(400)]
+    write(tmp_path / "a", json_lines(texts))
+    limit = 400
+    options = ("--max-tokens", limit, "--bad-records", "skip", "--max-bad", "10%")
+    given = ("tokenize", tmp_path / "a", "--tokenizer", SENTENCEPIECE, "--workers", 1, *options)
+    monkeypatch.setattr(estimate, "_READ_CHARACTERS", 1000)
+    assert command(capsys, *given, "--output", tmp_path / "clean").code == 0
+    chosen = documents(tmp_path / "clean")
+    by_hash = sorted(set(texts), key=sampling_hash)
+    whole = ids_of(by_hash)
+    fitting = next(n for n in range(len(whole)) if sum(map(len, whole[: n + 1])) > limit)
+    assert sorted(chosen) == sorted(whole[:fitting])
+    out = tmp_path / "killed"
+    for point in itertools.count(1, 3):
+        shutil.rmtree(out, ignore_errors=True)
+        if not killed_at(point, out, [*given, "--output", out]):
+            break
+        assert command(capsys, *given, "--output", out).code == 0
+        assert tree(out) == tree(tmp_path / "clean"), point
+    assert point > 30
 
 
 def test_a_partition_of_too_many_documents_is_cut_into_numbered_outputs(capsys, tmp_path):
