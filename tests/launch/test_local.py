@@ -18,7 +18,6 @@ import launch.__main__ as launch
 import pretrain.__main__ as pretrain
 from launch import local
 from launch.local import RankFailure, supervise
-from megatron_ext import presence
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.replicas import ParallelConfig, join
 from pretrain import exit, loop
@@ -32,9 +31,11 @@ ROOT = Path(__file__).parents[2]
 PARALLEL = ParallelConfig(replicas=2, dp=2)
 
 
+pytestmark = pytest.mark.usefixtures("fast_heartbeat")
+
+
 @pytest.fixture(autouse=True)
-def fast_heartbeat(monkeypatch):
-    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.5)
+def no_threads_to_fork():
     torch.set_num_threads(1)
 
 

@@ -9,16 +9,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_ext import host, presence
+from megatron_ext import host
 from megatron_ext.errors import ConfigError, DataError, PeerError
 from megatron_ext.replicas import ParallelConfig, initialize_megatron, join
 from tests.ranks import run
 
-
-@pytest.fixture(autouse=True)
-def fast_heartbeat(monkeypatch):
-    """Forked ranks inherit it; the tests need not wait for a slow one."""
-    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.5)
+pytestmark = pytest.mark.usefixtures("fast_heartbeat")
 
 
 def _places(rank: int, parallel: ParallelConfig) -> dict:

@@ -18,6 +18,8 @@ from megatron_ext.replicas import ParallelConfig, join
 from tests.megatron_ext.checkpoint.toy import ToyState
 from tests.ranks import run
 
+pytestmark = pytest.mark.usefixtures("fast_heartbeat")
+
 TWO_REPLICAS = ParallelConfig(replicas=2, dp=2)
 
 

@@ -17,6 +17,8 @@ from megatron_ext.replicas import ParallelConfig, join
 from tests.megatron_ext.checkpoint.toy import ToyState
 from tests.ranks import run
 
+pytestmark = pytest.mark.usefixtures("fast_heartbeat")
+
 STEP = "step-00000005"
 
 

@@ -14,6 +14,8 @@ from megatron_ext.replicas import ParallelConfig, Replicas, join
 from tests.megatron_ext.checkpoint.toy import ToyState
 from tests.ranks import run
 
+pytestmark = pytest.mark.usefixtures("fast_heartbeat")
+
 LAYOUT = ParallelConfig(replicas=2, dp=2)
 
 
