@@ -24,7 +24,7 @@ SEQUENCES, REPETITIONS = 8, 20
 def test_gradients_on_two_threads_are_equal_bit_for_bit(experts, parallel):
     # Torch cuts less than 32,768 values into no pieces.
     model = model_config(layers=1, hidden=64, sequence_length=128, experts=experts)
-    different = run(_different_gradients, parallel.world_size, model, parallel)
+    different = run(_different_gradients, parallel.world_size, model, parallel, timeout=240)
     assert different == [[]] * parallel.world_size
 
 
