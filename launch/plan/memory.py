@@ -7,7 +7,7 @@ backward pass; on a GPU kernels are fused and keep less than on a processor.
 Transformer Engine in FP8 is taken to keep the input of a layer's matrix in FP8, once, in the form
 that the weight's gradient needs; and of each such weight two copies in FP8, as it is and
 transposed, made for the first micro-batch of a step. What is no matrix's input it keeps in BF16.
-That is read from its source and was not held against a GPU.
+That is an assumption, which was not held against a GPU.
 """
 
 from collections.abc import Sequence
