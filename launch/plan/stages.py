@@ -82,8 +82,7 @@ def _ranks(
     for rank in range(ep):
         held = range(rank * each, (rank + 1) * each)
         mine = [[p for p in chunk if p.expert in held] for chunk in chunks]
-        # Neighbours in data parallelism hold different experts.
-        busy = [of_tp_rank[rank::ep] for of_tp_rank in dense.flops()]
+        busy = dense.flops_beside(rank, ep)
         experts.append(_seats(plan_stage(mine, routes, tp, dp // ep, busy)))
     return [
         Rank(tp_rank, dp_rank, (seat, experts[dp_rank % ep][tp_rank, dp_rank // ep]))

@@ -24,9 +24,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Part:
-    path: Path
+    saved: Saved
     replica: int
-    content: Manifest
     rounds: tuple[int, ...]  # outer steps that each fragment had taken
 
 
@@ -48,9 +47,9 @@ def put_together(root: Path) -> Path | None:
         rounds = max(part.rounds for part in parts)
         chosen = [part for part in parts if part.rounds == rounds]
         made = _join(root, last, chosen)
-        found = [entry for entry in found if entry[2] not in {part.path for part in chosen}]
+        found = [entry for entry in found if entry[2] not in {part.saved.path for part in chosen}]
         for part in chosen:
-            folders.discard(part.path)
+            folders.discard(part.saved.path)
     for _, _, path in found:
         logger.warning("removing %s, which newer checkpoints have left behind", path)
         folders.discard(path)
@@ -61,7 +60,7 @@ def _read(path: Path, replica: int) -> _Part:
     saved = Saved(path)
     outer = saved.counters(replica).get("outer", {"fragments": []})
     rounds = tuple(fragment["rounds"] for fragment in outer["fragments"])
-    return _Part(path, replica, saved.manifest, rounds)
+    return _Part(saved, replica, rounds)
 
 
 def _join(root: Path, step: int, parts: list[_Part]) -> Path:
@@ -69,7 +68,7 @@ def _join(root: Path, step: int, parts: list[_Part]) -> Path:
     files = {}
     for number, part in enumerate(parts):
         own, renumbered = f"{replica_folder(part.replica)}/", f"{replica_folder(number)}/"
-        for name, record in part.content.files.items():
+        for name, record in part.saved.manifest.files.items():
             if name.startswith(own):
                 target = renumbered + name.removeprefix(own)
             elif number == 0:  # what is shared is the same in all of them
@@ -77,16 +76,16 @@ def _join(root: Path, step: int, parts: list[_Part]) -> Path:
                 target = name
             else:
                 continue
-            _link(part.path / name, partial / target)
+            _link(part.saved.path / name, partial / target)
             files[target] = record
-    saved = parts[0].content.about
-    layout = saved["layout"] | {"replicas": len(parts)}
+    saved = parts[0].saved
+    layout = saved.layout | {"replicas": len(parts)}
     survivors = [part.replica for part in parts]
-    about = saved | {"layout": layout, "replicas": "all", "rescued": survivors}
+    about = saved.manifest.about | {"layout": layout, "replicas": "all", "rescued": survivors}
     manifest.write(partial, Manifest(about, files))
     path = folders.commit(partial)
     folders.point_latest(root, path)
-    lost = sorted({*range(saved["layout"]["replicas"])} - {*survivors})
+    lost = sorted({*range(saved.layout["replicas"])} - {*survivors})
     logger.warning(
         "%s is put together from what replicas %s saved; what replicas %s had trained on since "
         "their last outer step is lost",

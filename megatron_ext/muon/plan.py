@@ -77,6 +77,13 @@ class StagePlan:
             flops[matrix.home][matrix.shard] += newton_schulz_flops(matrix.shape, steps=1)
         return flops
 
+    def flops_beside(self, ep_rank: int, ep: int) -> list[list[int]]:
+        """The same of those ranks that hold the experts of one expert-parallel rank.
+
+        Neighbours in data parallelism hold different experts.
+        """
+        return [of_tp_rank[ep_rank::ep] for of_tp_rank in self.flops()]
+
     def exchange_bytes(self, tp_rank: int, dp_rank: int, weight_bytes: int) -> int:
         """What one rank sends each step between pieces and homes: FP32 gradients, then weights.
 

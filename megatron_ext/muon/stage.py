@@ -117,9 +117,8 @@ def _parts(
     if any(shared_out):
         tp_group = parallel_state.get_expert_tensor_parallel_group()
         dp_group = parallel_state.get_expert_data_parallel_group()
-        # Neighbours in data parallelism hold different experts.
         ep = parallel_state.get_expert_model_parallel_world_size()
         ep_rank = parallel_state.get_expert_model_parallel_rank()
-        busy = [of_tp_rank[ep_rank::ep] for of_tp_rank in parts[0].plan.flops()]
+        busy = parts[0].plan.flops_beside(ep_rank, ep)
         parts.append(Part(shared_out, logical, routes, tp_group, dp_group, busy))
     return parts

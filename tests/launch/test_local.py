@@ -265,7 +265,7 @@ def test_rank_killed_in_mid_training_ends_the_run_with_its_name(tmp_path, capfd)
 def test_rank_stopped_in_mid_training_is_named_after_the_time_out(tmp_path, layout):
     """Also where megatron-core waits for it, in a group that it has built."""
     values = SMALL | {"data.blend": write_corpus(tmp_path), "run.dir": tmp_path / "run"} | layout
-    values |= {"train.steps": 10_000, "run.timeout_seconds": 3}
+    values |= {"train.steps": 3000, "run.timeout_seconds": 3}
     resolved = load("demo", [f"{key}={value}" for key, value in values.items()])
 
     def stopper() -> None:

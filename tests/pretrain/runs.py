@@ -27,6 +27,16 @@ SMALL = {
     "outer.interval": 0,
 }
 
+# Fragments that are under way while training goes on, packed, and what packing left out kept.
+STREAMING = {
+    "outer__fragments": 2,
+    "outer__delay": 1,
+    "outer__mix": 0.5,
+    "outer__codec": "linear",
+    "outer__bits": 4,
+    "outer__error_feedback": True,
+}
+
 
 def train(blend: Path, folder: Path, timeout: float = 120, **options: Any) -> list[dict[str, Any]]:
     """Train the small model; dots in options are written as two underscores.

@@ -12,7 +12,7 @@ from megatron_ext.errors import ConfigError
 from pretrain.config import load
 from pretrain.session import open_session
 from tests.pretrain.corpus import write_corpus
-from tests.pretrain.runs import SMALL, lines, losses, train
+from tests.pretrain.runs import SMALL, STREAMING, lines, losses, train
 from tests.ranks import run
 
 STEPS = 10
@@ -60,14 +60,9 @@ def test_fragments_in_flight_and_error_feedback_resume_bit_for_bit(blend, tmp_pa
     options = {
         "parallel__replicas": 2,
         "outer__interval": INTERVAL,
-        "outer__fragments": 2,
-        "outer__delay": 1,
-        "outer__mix": 0.5,
-        "outer__codec": "linear",
-        "outer__bits": 4,
-        "outer__error_feedback": True,
         "outer__second_error_feedback": True,
     }
+    options |= STREAMING
     check_straight_equals_stopped(blend, tmp_path, [2, 5, 6], **options)
 
 
